@@ -1,0 +1,119 @@
+"""Every error a user of the wire can meet, and what each becomes on the way out.
+
+    PlosiveError
+    ├── ProtocolError        a message that cannot be understood or comes at the wrong time
+    ├── SessionError         understood, but cannot be done (unknown voice, text too long, ...)
+    ├── CapacityError        no free slot; refused before the upgrade, with a time to retry after
+    ├── VoiceError           a voice that cannot be added, found or deleted
+    ├── ConnectionFailed     client side: the server cannot be reached, or refused the upgrade
+    ├── ConnectionLost       client side: the socket closed before the turn was complete
+    └── EngineError          the model side failed; the session cannot go on
+
+Each carries `code` (stable, for programs) and a message that says what was got, what was expected
+and what to do. `HTTP_STATUS` and `CLOSE_CODE` are the one table from error to wire.
+"""
+
+
+class PlosiveError(Exception):
+    """Base of all. `code` is stable; `param` names the offending field, if there is one."""
+
+    default_code = "internal_error"
+
+    def __init__(
+        self,
+        code: str | None = None,
+        message: str = "",
+        *,
+        param: str | None = None,
+        turn_id: int | None = None,
+        fatal: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.code = code or self.default_code
+        self.message = message
+        self.param = param
+        self.turn_id = turn_id
+        self.fatal = fatal
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
+
+
+class ProtocolError(PlosiveError):
+    """A message that cannot be understood, or that comes at the wrong time."""
+
+    default_code = "invalid_message"
+
+
+class SessionError(PlosiveError):
+    """A message that was understood but cannot be done."""
+
+    default_code = "invalid_request"
+
+
+class CapacityError(PlosiveError):
+    """All slots are taken."""
+
+    default_code = "at_capacity"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message=message)
+        self.retry_after_s = retry_after_s
+
+
+class VoiceError(PlosiveError):
+    """A voice that cannot be added, found or deleted."""
+
+    default_code = "voice_not_found"
+
+
+class ConnectionFailed(PlosiveError):
+    """The server cannot be reached, or it refused the upgrade (`status`)."""
+
+    default_code = "connection_failed"
+
+    def __init__(
+        self, message: str, *, status: int | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message=message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class ConnectionLost(PlosiveError):
+    """The socket closed before what was asked for was complete (`close_code`)."""
+
+    default_code = "connection_lost"
+
+    def __init__(self, message: str, *, close_code: int | None = None) -> None:
+        super().__init__(message=message)
+        self.close_code = close_code
+
+
+class EngineError(PlosiveError):
+    """The model side failed; the session cannot go on."""
+
+    default_code = "engine_error"
+
+
+HTTP_STATUS: dict[str, int] = {
+    "at_capacity": 503,
+    "not_ready": 503,
+    "voice_not_found": 404,
+    "voice_exists": 409,
+    "voice_protected": 403,
+    "invalid_voice": 400,
+    "invalid_clip": 422,
+    "clip_too_large": 413,
+}
+
+CLOSE_CODE: dict[str, int] = {
+    "session_closed": 1000,
+    "shutting_down": 1001,
+    "engine_error": 1011,
+    "internal_error": 1011,
+    "idle_timeout": 4000,
+    "client_too_slow": 4001,
+    "binary_not_expected": 1003,
+    "message_too_large": 1009,
+}
