@@ -1,0 +1,394 @@
+"""Shapes of a DualAR model, read from a checkpoint's config.json.
+
+Two schemas are understood: `fish_qwen3_omni` (a `text_config` and an `audio_decoder_config`) and
+the older flat `dual_ar` (fast AR fields carry the prefix `fast_`). Both end up in the same frozen
+`DualARConfig`. This file knows JSON and numbers, no tensors.
+
+Shape letters used in `model/` and `ops/`:
+
+| letter | meaning |
+|---|---|
+| B | decode batch: streams that make a frame in this step |
+| N | slots, i.e. rows of the KV cache and of the decode state |
+| T | text or time positions |
+| K | codebooks; codebook 0 is the semantic one |
+| L | layers |
+| S | audio samples per frame |
+| H, H_kv, G | query heads, key/value heads, query heads per key/value head |
+| D | head dimension |
+| C | hidden size |
+| F | feed-forward size |
+| V | vocabulary of the head in question |
+| W | window of repetition-aware sampling |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from model.errors import ConfigError
+
+NESTED_SCHEMA = "fish_qwen3_omni"
+FLAT_SCHEMA = "dual_ar"
+
+_STACK_FIELDS = frozenset(
+    [
+        "n_layer",
+        "dim",
+        "n_head",
+        "n_local_heads",
+        "head_dim",
+        "intermediate_size",
+        "rope_base",
+        "norm_eps",
+        "max_seq_len",
+        "attention_qk_norm",
+        "attention_qkv_bias",
+        "attention_o_bias",
+    ]
+)
+_FAST_STACK_FIELDS = (_STACK_FIELDS - {"n_layer", "rope_base", "norm_eps", "max_seq_len"}) | {
+    "n_fast_layer"
+}
+# Fields that real checkpoints carry and that change nothing in inference.
+_INERT_FIELDS = frozenset(
+    [
+        "_name_or_path",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "torch_dtype",
+        "transformers_version",
+        "model_type",
+        "initializer_range",
+        "use_gradient_checkpointing",
+        "is_reward_model",
+        "dropout",
+        "num_experts",
+        "num_experts_per_tok",
+        "norm_topk_prob",
+        "moe_intermediate_size",
+        "use_aux_loss_free",
+        "router_gamma",
+        "audio_embed_dim",
+        "audio_hidden_dim",
+        "bos_token_id",
+        "pad_token_id",
+        "audio_pad_token_id",
+        "use_cache",
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "is_decoder",
+        "is_encoder_decoder",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+    ]
+)
+_TOP_FIELDS = frozenset(
+    [
+        "text_config",
+        "audio_decoder_config",
+        "audio_encoder_config",
+        "codec_config",
+        "plosive",
+        "eos_token_id",
+        "semantic_start_token_id",
+        "semantic_end_token_id",
+        "tie_word_embeddings",
+    ]
+)
+_TEXT_FIELDS = _STACK_FIELDS | {"vocab_size", "tie_word_embeddings", "use_moe", "eos_token_id"}
+_AUDIO_FIELDS = _TEXT_FIELDS | {"num_codebooks", "text_dim"}
+_FLAT_FIELDS = (
+    _TEXT_FIELDS
+    | {f if f.startswith("n_fast") else f"fast_{f}" for f in _FAST_STACK_FIELDS}
+    | {
+        "codebook_size",
+        "num_codebooks",
+        "scale_codebook_embeddings",
+        "norm_fastlayer_input",
+        "share_codebook_embeddings",
+        "semantic_start_token_id",
+        "semantic_end_token_id",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StackConfig:
+    """One stack of transformer blocks: the slow AR or the fast AR."""
+
+    num_layers: int  # L
+    dim: int  # C
+    num_heads: int  # H
+    num_kv_heads: int  # H_kv
+    head_dim: int  # D; num_heads * head_dim may differ from dim
+    ffn_dim: int  # F
+    rope_base: float
+    norm_eps: float
+    max_len: int  # positions the stack was trained for
+    has_qk_norm: bool
+    has_qkv_bias: bool
+    has_o_bias: bool
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"n_local_heads: got {self.num_kv_heads}, expected a divisor of n_head "
+                f"({self.num_heads}): query heads share key/value heads evenly"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim: got {self.head_dim}, expected an even number for RoPE")
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads per key/value head (G)."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def q_dim(self) -> int:
+        """Rows of the query part of wqkv."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def qkv_dim(self) -> int:
+        """Rows of wqkv: queries, then keys, then values."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DualARConfig:
+    """Everything that decides the shapes and the arithmetic of a DualAR model."""
+
+    slow: StackConfig
+    fast: StackConfig
+    vocab_size: int  # V of the slow AR
+    num_codebooks: int  # K
+    codebook_size: int  # codes per codebook, V of the fast AR
+    tie_word_embeddings: bool  # the slow head is the embedding matrix
+    semantic_begin_id: int | None  # id of <|semantic:0|>; None: the tokenizer says it
+    semantic_end_id: int | None  # id of the last semantic token, inclusive
+    end_id: int | None  # id of <|im_end|>, which ends the speech
+
+    def __post_init__(self) -> None:
+        if self.num_codebooks < 2:
+            raise ConfigError(
+                f"num_codebooks: got {self.num_codebooks}, expected 2 or more: one semantic "
+                "codebook from the slow AR and the others from the fast AR"
+            )
+        self._check_id("semantic_start_token_id", self.semantic_begin_id)
+        self._check_id("semantic_end_token_id", self.semantic_end_id)
+        self._check_id("eos_token_id", self.end_id)
+        if (
+            self.semantic_begin_id is not None
+            and self.semantic_end_id is not None
+            and not 0 < self.num_semantic <= self.codebook_size
+        ):
+            raise ConfigError(
+                f"semantic_end_token_id: got {self.semantic_end_id} with semantic_start_token_id "
+                f"{self.semantic_begin_id}, expected 1 to {self.codebook_size} semantic ids"
+            )
+
+    def _check_id(self, field: str, token_id: int | None) -> None:
+        if token_id is not None and not 0 <= token_id < self.vocab_size:
+            raise ConfigError(
+                f"{field}: got {token_id}, expected an id below vocab_size {self.vocab_size}"
+            )
+
+    @property
+    def num_semantic(self) -> int:
+        """Number of semantic ids."""
+        assert self.semantic_begin_id is not None and self.semantic_end_id is not None, self
+        return self.semantic_end_id - self.semantic_begin_id + 1
+
+    @property
+    def is_complete(self) -> bool:
+        """True when all token ids that decoding needs are known."""
+        return None not in (self.semantic_begin_id, self.semantic_end_id, self.end_id)
+
+    @property
+    def needs_projection(self) -> bool:
+        """True when the slow hidden state is projected to the width of the fast AR."""
+        return self.slow.dim != self.fast.dim
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DualARConfig:
+        """Read either schema.
+
+        Raises:
+            ConfigError: naming the field, what was got and what was expected.
+        """
+        schema = data.get("model_type")
+        if schema == NESTED_SCHEMA:
+            return _from_nested(data)
+        if schema == FLAT_SCHEMA:
+            return _from_flat(data)
+        raise ConfigError(
+            f"model_type: got {schema!r}, expected {NESTED_SCHEMA!r} or {FLAT_SCHEMA!r}"
+        )
+
+    @classmethod
+    def from_file(cls, path: Path) -> DualARConfig:
+        """Read a config.json.
+
+        Raises:
+            ConfigError: if the file is missing, is not a JSON object, or does not fit.
+        """
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read ({error.strerror}); expected the config.json of a "
+                "checkpoint"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: is not JSON ({error}); download it again") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: got a JSON {type(data).__name__}, expected an object")
+        try:
+            return cls.from_dict(data)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+class _Fields:
+    """Typed access to one JSON object; every complaint names the full field."""
+
+    def __init__(self, data: Mapping[str, Any], known: frozenset[str] | set[str], where: str = ""):
+        self._data = data
+        self._where = where
+        unknown = sorted(set(data) - known - _INERT_FIELDS)
+        if unknown:
+            raise ConfigError(
+                f"unknown field{'s' * (len(unknown) > 1)} "
+                f"{', '.join(where + name for name in unknown)}; "
+                f"valid ones are {', '.join(sorted(known))}"
+            )
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._data.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.bad(name, "a positive integer")
+        return value
+
+    def id(self, name: str) -> int | None:
+        value = self._data.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise self.bad(name, "a token id")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._data.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            raise self.bad(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._data.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.bad(name, "true or false")
+        return value
+
+    def expect(self, name: str, wanted: Any, default: Any) -> None:
+        """Refuse a variant of the architecture that this code does not have."""
+        if self._data.get(name, default) != wanted:
+            raise self.bad(name, json.dumps(wanted), default)
+
+    def child(self, name: str, known: frozenset[str]) -> _Fields:
+        value = self._data.get(name)
+        if not isinstance(value, dict):
+            raise self.bad(name, "an object")
+        return _Fields(value, known, f"{self._where}{name}.")
+
+    def bad(self, name: str, expected: str, default: Any = None) -> ConfigError:
+        got = f"got {json.dumps(self._data[name])}" if name in self._data else "it is missing"
+        if name not in self._data and default is not None:
+            got += f" (which means {json.dumps(default)})"
+        return ConfigError(f"{self._where}{name}: {got}, expected {expected}")
+
+
+def _stack(
+    fields: _Fields, prefix: str, layers: str, fallback: StackConfig | None, max_len: int | None
+) -> StackConfig:
+    """Read one stack; RoPE base and epsilon of the fast AR default to those of the slow AR."""
+    dim = fields.integer(prefix + "dim", fallback.dim if fallback and prefix else None)
+    num_heads = fields.integer(
+        prefix + "n_head", fallback.num_heads if fallback and prefix else None
+    )
+    return StackConfig(
+        num_layers=fields.integer(layers),
+        dim=dim,
+        num_heads=num_heads,
+        num_kv_heads=_kv_heads(fields, prefix, num_heads),
+        head_dim=fields.integer(prefix + "head_dim", max(1, dim // num_heads)),
+        ffn_dim=fields.integer(prefix + "intermediate_size"),
+        rope_base=fields.number("rope_base", fallback.rope_base if fallback else None),
+        norm_eps=fields.number("norm_eps", fallback.norm_eps if fallback else None),
+        max_len=max_len or fields.integer("max_seq_len"),
+        has_qk_norm=fields.flag(prefix + "attention_qk_norm", False),
+        has_qkv_bias=fields.flag(prefix + "attention_qkv_bias", False),
+        has_o_bias=fields.flag(prefix + "attention_o_bias", False),
+    )
+
+
+def _kv_heads(fields: _Fields, prefix: str, num_heads: int) -> int:
+    """Both schemas write "one key/value head per query head" as -1."""
+    name = prefix + "n_local_heads"
+    return num_heads if fields.id(name) in (None, -1) else fields.integer(name)
+
+
+def _from_nested(data: Mapping[str, Any]) -> DualARConfig:
+    top = _Fields(data, _TOP_FIELDS)
+    text = top.child("text_config", _TEXT_FIELDS)
+    audio = top.child("audio_decoder_config", _AUDIO_FIELDS)
+    for fields in (text, audio):
+        fields.expect("use_moe", False, False)
+    slow = _stack(text, "", "n_layer", None, None)
+    num_codebooks = audio.integer("num_codebooks")
+    audio.expect("text_dim", slow.dim, slow.dim)
+    return DualARConfig(
+        slow=slow,
+        fast=_stack(audio, "", "n_layer", slow, num_codebooks + 1),
+        vocab_size=text.integer("vocab_size"),
+        num_codebooks=num_codebooks,
+        codebook_size=audio.integer("vocab_size"),
+        tie_word_embeddings=text.flag("tie_word_embeddings", True),
+        semantic_begin_id=top.id("semantic_start_token_id"),
+        semantic_end_id=top.id("semantic_end_token_id"),
+        end_id=top.id("eos_token_id"),
+    )
+
+
+def _from_flat(data: Mapping[str, Any]) -> DualARConfig:
+    fields = _Fields(data, _FLAT_FIELDS)
+    fields.expect("use_moe", False, False)
+    # Both were off in the first published models, whose arithmetic this code does not have.
+    fields.expect("scale_codebook_embeddings", True, False)
+    fields.expect("norm_fastlayer_input", True, False)
+    fields.expect("share_codebook_embeddings", True, True)
+    slow = _stack(fields, "", "n_layer", None, None)
+    num_codebooks = fields.integer("num_codebooks")
+    return DualARConfig(
+        slow=slow,
+        fast=_stack(fields, "fast_", "n_fast_layer", slow, num_codebooks + 1),
+        vocab_size=fields.integer("vocab_size"),
+        num_codebooks=num_codebooks,
+        codebook_size=fields.integer("codebook_size"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+        semantic_begin_id=fields.id("semantic_start_token_id"),
+        semantic_end_id=fields.id("semantic_end_token_id"),
+        end_id=fields.id("eos_token_id"),
+    )

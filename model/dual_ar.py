@@ -1,0 +1,279 @@
+"""The DualAR model: a slow transformer over frames, a fast one over the codebooks of a frame.
+
+Three ways to run it: `forward` (a whole sequence, for tests and scoring), `prefill` (keys and
+values of a prompt into a slot), `decode_frame` (one frame for a batch of slots). Prefill and decode
+may run on two threads as long as they work on different slots; neither keeps state in the module.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model.config import DualARConfig
+from model.kv_cache import FrameCache, KVCache, attend_sequence
+from model.layers import Stack, decode_linear, matrix, parameter, prefill_linear
+from model.sampling import RAS_WINDOW, FrameSampler, Sampling
+from ops import reference
+
+
+class Frame(NamedTuple):
+    """What one decode step made."""
+
+    codes: Tensor  # i32 [B, K]; meaningless where is_end
+    is_end: Tensor  # bool [B], True: the stream is over and this frame is not part of it
+
+
+class FrameState:
+    """Everything a stream carries from frame to frame, as tensors indexed by slot.
+
+    State schema (N slots):
+        rows         i32 [N, 1+K]   next input: the last prompt row, or the frame sampled before
+        position     i64 [N]        where that input goes in the KV cache
+        window       i32 [N, W, 1]  last row-0 tokens, oldest first; 0 = none yet
+        frame_idx    i32 [N]        frames sampled since `join`
+        temperature  f32 [N]
+        top_p        f32 [N]
+        top_k        i32 [N]
+        seed         i64 [N]
+        fast         scratch of the fast AR, valid inside one frame
+    One thread, the one that decodes, may touch it.
+    """
+
+    def __init__(
+        self, config: DualARConfig, num_slots: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros((num_slots, *shape), dtype=dtype, device=device)
+
+        self.rows = zeros(torch.int32, 1 + config.num_codebooks)
+        self.position = zeros(torch.int64)
+        self.window = zeros(torch.int32, RAS_WINDOW, 1)
+        self.frame_idx = zeros(torch.int32)
+        self.temperature = zeros(torch.float32)
+        self.top_p = zeros(torch.float32)
+        self.top_k = zeros(torch.int32) + 1
+        self.seed = zeros(torch.int64)
+        self.fast = FrameCache(config.fast, num_slots, config.num_codebooks, device, dtype)
+
+
+class FastAR(nn.Module):
+    """Codebooks 1..K-1 of a frame, given the slow hidden state and codebook 0."""
+
+    def __init__(self, config: DualARConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        dim = config.fast.dim
+        self.project_in = self.project_in_bias = None
+        if config.needs_projection:
+            self.project_in = matrix(dim, config.slow.dim, device, dtype)
+            self.project_in_bias = parameter(dim, device=device, dtype=dtype)
+        self.embeddings = parameter(config.codebook_size, dim, device=device, dtype=dtype)
+        self.stack = Stack(config.fast, device, dtype)
+        self.output = matrix(config.codebook_size, dim, device, dtype)
+        self.num_codebooks = config.num_codebooks
+
+    def forward(
+        self, hidden: Tensor, code: Tensor, sampler: FrameSampler, cache: FrameCache
+    ) -> list[Tensor]:
+        """Sample the residual codes.
+
+        Positions 0 (the hidden state) and 1 (codebook 0) are known together and run as one pass.
+
+        Args:
+            hidden: [B, C], slow hidden state after the final norm.
+            code: i64 [B], codebook 0.
+            sampler: draws of this frame.
+            cache: scratch for at least B rows.
+
+        Returns:
+            K-1 tensors i64 [B], codebooks 1..K-1.
+        """
+        codes: list[Tensor] = []
+        start = 0
+        if self.project_in is not None:
+            hidden = decode_linear(hidden, self.project_in, self.project_in_bias)
+        x = torch.stack([hidden, self.embeddings[code]], dim=1)
+        for codebook in range(1, self.num_codebooks):
+            num_rows, num_positions, _ = x.shape
+            rope = self.stack.rope[start : codebook + 1].repeat(num_rows, 1, 1)
+            attend = cache.steps(start, num_positions)
+            out = self.stack(x.flatten(0, 1), rope, attend, decode_linear)
+            last = out.view(x.shape)[:, -1]
+            code = sampler.codebook(decode_linear(last, self.output, None).float(), codebook)
+            codes.append(code)
+            start = codebook + 1
+            x = self.embeddings[code][:, None]
+        return codes
+
+
+class DualAR(nn.Module):
+    """Slow and fast AR with their embeddings and heads.
+
+    The constructor allocates and leaves the weights uninitialised; `model.loader.load_dual_ar`
+    fills them and calls `finish_loading`.
+    """
+
+    restricted_head: Tensor  # [num_semantic + 1, C]
+    head_tokens: Tensor  # i32 [num_semantic + 1], token id of each row of restricted_head
+    head_codes: Tensor  # i64 [num_semantic + 1], codebook 0 of each row
+    code_offsets: Tensor  # i32 [K, 1]
+
+    def __init__(self, config: DualARConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert config.is_complete, config
+        self.config = config
+        dim, num_codebooks = config.slow.dim, config.num_codebooks
+        self.embeddings = parameter(config.vocab_size, dim, device=device, dtype=dtype)
+        self.codebook_embeddings = parameter(
+            num_codebooks * config.codebook_size, dim, device=device, dtype=dtype
+        )
+        self.slow = Stack(config.slow, device, dtype)
+        self.output = (
+            self.embeddings
+            if config.tie_word_embeddings
+            else parameter(config.vocab_size, dim, device=device, dtype=dtype)
+        )
+        self.fast = FastAR(config, device, dtype)
+
+    def finish_loading(self) -> None:
+        """Derive what decoding precomputes from the weights. Call it once, after loading them."""
+        begin, end, end_id = self._ids()
+        device = self.embeddings.device
+        rows = reference.restrict_head(self.output, begin, end, end_id)
+        head = matrix(rows.shape[0], rows.shape[1], device, rows.dtype)
+        head.copy_(rows)
+        tokens = torch.tensor([*range(begin, end + 1), end_id], device=device)
+        offsets = torch.arange(self.config.num_codebooks, device=device)[:, None]
+        offsets = offsets * self.config.codebook_size
+        for name, tensor in (
+            ("restricted_head", head.data),
+            ("head_tokens", tokens.int()),
+            ("head_codes", (tokens - begin).clamp(0, self.config.codebook_size - 1)),
+            ("code_offsets", offsets.int()),
+        ):
+            self.register_buffer(name, tensor, persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.embeddings.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV."""
+        return self.embeddings.dtype
+
+    def new_cache(self, num_slots: int, max_len: int) -> KVCache:
+        """A KV cache of this model's shape, device and dtype."""
+        return KVCache(self.config, num_slots, max_len, self.device, self.dtype)
+
+    def new_frame_state(self, num_slots: int) -> FrameState:
+        """Decode state for as many slots as the KV cache has."""
+        return FrameState(self.config, num_slots, self.device, self.dtype)
+
+    def forward(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a whole sequence without a cache.
+
+        Args:
+            prompt: i32 [1+K, T].
+
+        Returns:
+            logits f32 [T, V] over the full vocabulary, hidden [T, C] as the fast AR receives it
+            (after the final norm, before `project_in`).
+        """
+        rope = self.slow.rope[: prompt.shape[1]]
+        hidden = self.slow(self._embed(prompt), rope, attend_sequence, prefill_linear)
+        return prefill_linear(hidden, self.output, None).float(), hidden
+
+    def prefill(self, rows: Tensor, cache: KVCache, slot: int, start: int) -> None:
+        """Write keys and values of positions start..start+T-1 of a slot; computes no logits.
+
+        Args:
+            rows: i32 [1+K, T], T >= 1, on the model's device.
+            start: positions of the slot that are valid already.
+        """
+        num_positions = rows.shape[1]
+        attend = cache.span(slot, start, num_positions)
+        rope = self.slow.rope[start : start + num_positions]
+        self.slow.remember(self._embed(rows), rope, attend)
+
+    def join(
+        self, state: FrameState, slot: int, row: Tensor, position: int, sampling: Sampling
+    ) -> None:
+        """Start a stream: its first frame reads `row` at `position`, with an empty RAS window.
+
+        Args:
+            row: i32 [1+K], the last prompt row, whose KV is not written yet. A pinned host tensor
+                is copied without waiting.
+            position: number of positions of the slot that are prefilled.
+        """
+        state.rows[slot].copy_(row, non_blocking=True)
+        state.position[slot].fill_(position)
+        state.window[slot].zero_()
+        state.frame_idx[slot].zero_()
+        state.temperature[slot].fill_(sampling.temperature)
+        state.top_p[slot].fill_(sampling.top_p)
+        state.top_k[slot].fill_(sampling.top_k)
+        state.seed[slot].fill_(sampling.seed)
+
+    def decode_frame(self, state: FrameState, slots: Tensor, cache: KVCache) -> Frame:
+        """Make one frame for each of the given slots and advance their state in place.
+
+        Never waits for the device, and no shape depends on a value. In fp32 on the CPU the codes of
+        a slot are the same bits whatever other slots are in the batch, in whatever order.
+
+        Args:
+            slots: i64 [B], distinct.
+        """
+        rows, position = state.rows[slots], state.position[slots]
+        attend = cache.steps(slots, position)
+        hidden = self.slow(self._embed(rows.t()), self.slow.rope[position], attend, decode_linear)
+        logits = decode_linear(hidden, self.restricted_head, None).float()
+        sampler = self._sampler(state, slots)
+        window = state.window[slots]
+        choice = sampler.semantic(logits, window.squeeze(2), self.head_tokens)
+        code = self.head_codes[choice]
+        codes = torch.stack([code, *self.fast(hidden, code, sampler, state.fast)], dim=1).int()
+        token = self.head_tokens[choice]
+        self._advance(state, slots, token, codes, window)
+        return Frame(codes, choice == self.config.num_semantic)
+
+    def _advance(
+        self, state: FrameState, slots: Tensor, token: Tensor, codes: Tensor, window: Tensor
+    ) -> None:
+        frame_idx = state.frame_idx[slots]
+        # The published sampler clears the window after the first token, which is never in it.
+        remembered = torch.where(frame_idx > 0, token, 0)
+        reference.prev_tokens_shift_inplace(window, remembered[:, None])
+        state.window[slots] = window
+        state.rows[slots] = torch.cat([token[:, None], codes], dim=1)
+        state.position[slots] += 1
+        state.frame_idx[slots] = frame_idx + 1
+
+    def _sampler(self, state: FrameState, slots: Tensor) -> FrameSampler:
+        return FrameSampler(
+            (
+                state.temperature[slots],
+                state.top_p[slots],
+                state.top_k[slots],
+                state.seed[slots],
+            ),
+            state.frame_idx[slots],
+            self.config.num_codebooks,
+            self.config.num_semantic,
+            self.config.codebook_size,
+        )
+
+    def _embed(self, rows: Tensor) -> Tensor:
+        begin, end, _ = self._ids()
+        return reference.embed_rows(
+            rows, self.embeddings, self.codebook_embeddings, self.code_offsets, begin, end
+        )
+
+    def _ids(self) -> tuple[int, int, int]:
+        config = self.config
+        assert config.semantic_begin_id is not None, config
+        assert config.semantic_end_id is not None and config.end_id is not None, config
+        return config.semantic_begin_id, config.semantic_end_id, config.end_id

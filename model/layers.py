@@ -1,0 +1,130 @@
+"""Transformer blocks that the slow and the fast AR share.
+
+Weights have the layout that decoding wants: queries, keys and values fused, gate and up fused. On
+the CPU each matrix is stored column by column, which makes matrix-vector products 15 % faster
+(320 -> 1664 in fp32: 24.8 against 28.7 us).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from model.config import StackConfig
+from model.kv_cache import Attend
+from ops import reference
+
+# (x [R, in], weight [out, in], bias [out] or None) -> [R, out]
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+prefill_linear: Linear = F.linear
+decode_linear: Linear = reference.decode_linear
+
+
+def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """Uninitialised weights: the loader fills every one of them."""
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+
+
+def matrix(rows: int, cols: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised [rows, cols] matrix, stored the way its device multiplies fastest."""
+    if device.type != "cpu":
+        return parameter(rows, cols, device=device, dtype=dtype)
+    stored = torch.empty(cols, rows, device=device, dtype=dtype)
+    return nn.Parameter(stored.t(), requires_grad=False)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and SwiGLU, each added to the stream [R, C]."""
+
+    def __init__(self, config: StackConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        dim, num_rotated = config.dim, config.num_heads + config.num_kv_heads
+        self.attention_norm = parameter(dim, device=device, dtype=dtype)
+        self.wqkv = matrix(config.qkv_dim, dim, device, dtype)
+        self.wo = matrix(dim, config.q_dim, device, dtype)
+        self.ffn_norm = parameter(dim, device=device, dtype=dtype)
+        self.gate_up = matrix(2 * config.ffn_dim, dim, device, dtype)
+        self.down = matrix(dim, config.ffn_dim, device, dtype)
+        self.qkv_bias = self.o_bias = self.qk_norm = None
+        if config.has_qkv_bias:
+            self.qkv_bias = parameter(config.qkv_dim, device=device, dtype=dtype)
+        if config.has_o_bias:
+            self.o_bias = parameter(dim, device=device, dtype=dtype)
+        if config.has_qk_norm:  # one row per head, so that queries and keys are one norm
+            self.qk_norm = parameter(num_rotated, config.head_dim, device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, layer: int, rope: Tensor, attend: Attend, linear: Linear
+    ) -> Tensor:
+        """Run the block on rows.
+
+        Args:
+            x: [R, C].
+            layer: index of this block in its stack, for `attend`.
+            rope: f32 [R, D/2, 2], table rows of the positions of x.
+            attend: memory of the rows.
+            linear: `prefill_linear` or `decode_linear`.
+
+        Returns:
+            [R, C].
+        """
+        eps = self.config.norm_eps
+        heads = self._project(x, rope, linear)
+        attended = attend(layer, *heads).flatten(1)
+        x = x + linear(attended, self.wo, self.o_bias)
+        gate_up = linear(reference.rms_norm(x, self.ffn_norm, eps), self.gate_up, None)
+        return x + linear(reference.swiglu(gate_up), self.down, None)
+
+    def remember(self, x: Tensor, layer: int, rope: Tensor, attend: Attend, linear: Linear) -> None:
+        """Only leave keys and values in the memory: all that prefill needs of the last block."""
+        attend(layer, *self._project(x, rope, linear))
+
+    def _project(self, x: Tensor, rope: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
+        """Normed and rotated queries [R, H, D], and keys with values [R, 2, H_kv, D]."""
+        config = self.config
+        normed = reference.rms_norm(x, self.attention_norm, config.norm_eps)
+        qkv = linear(normed, self.wqkv, self.qkv_bias).view(x.shape[0], -1, config.head_dim)
+        rotated = qkv[:, : -config.num_kv_heads]  # queries and keys
+        source = rotated
+        if self.qk_norm is not None:
+            source = reference.rms_norm(rotated, self.qk_norm, config.norm_eps)
+        reference.rope(source, rope, out=rotated)
+        kv = qkv[:, config.num_heads :]
+        return qkv[:, : config.num_heads], kv.view(x.shape[0], 2, -1, config.head_dim)
+
+
+class Stack(nn.Module):
+    """Blocks and the final norm."""
+
+    def __init__(self, config: StackConfig, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList(Block(config, device, dtype) for _ in range(config.num_layers))
+        self.norm = parameter(config.dim, device=device, dtype=dtype)
+        self.rope: Tensor
+        self.register_buffer(
+            "rope",
+            reference.rope_table(config.max_len, config.head_dim, config.rope_base, device),
+            persistent=False,
+        )
+
+    def forward(self, x: Tensor, rope: Tensor, attend: Attend, linear: Linear) -> Tensor:
+        """[R, C] -> [R, C] after the final norm. `rope`: the rows of `self.rope` for x."""
+        for layer, block in enumerate(self.layers):
+            x = block(x, layer, rope, attend, linear)
+        return reference.rms_norm(x, self.norm, self.config.norm_eps)
+
+    def remember(self, x: Tensor, rope: Tensor, attend: Attend) -> None:
+        """Leave the keys and values of x [T, C] in the memory of `attend`; compute no more."""
+        last = len(self.layers) - 1
+        for layer, block in enumerate(self.layers):
+            assert isinstance(block, Block)
+            if layer == last:
+                block.remember(x, layer, rope, attend, prefill_linear)
+            else:
+                x = block(x, layer, rope, attend, prefill_linear)
