@@ -1,0 +1,65 @@
+"""Python client of Plosive: text in, audio packets out, over one WebSocket.
+
+    async with connect("http://localhost:8765") as session:
+        async for packet in session.say("Hello there."):
+            ...
+
+`Decoder` turns packets into samples, `save` writes them to a file.
+"""
+
+from clients.decode import Decoder, decode_turn, to_int16
+from clients.save import save
+from clients.session import Session, connect
+from clients.turn import Speech, Timings, Turn
+from realtime.errors import (
+    CapacityError,
+    ConnectionFailed,
+    ConnectionLost,
+    EngineError,
+    PlosiveError,
+    ProtocolError,
+    SessionError,
+    VoiceError,
+)
+from realtime.wire import (
+    AudioFormat,
+    AudioPacket,
+    EffectiveFormat,
+    Sampling,
+    TurnCancelled,
+    TurnDone,
+    TurnMetrics,
+    TurnStarted,
+    TurnText,
+    Warn,
+)
+
+__all__ = [
+    "AudioFormat",
+    "AudioPacket",
+    "CapacityError",
+    "ConnectionFailed",
+    "ConnectionLost",
+    "Decoder",
+    "EffectiveFormat",
+    "EngineError",
+    "PlosiveError",
+    "ProtocolError",
+    "Sampling",
+    "Session",
+    "SessionError",
+    "Speech",
+    "Timings",
+    "Turn",
+    "TurnCancelled",
+    "TurnDone",
+    "TurnMetrics",
+    "TurnStarted",
+    "TurnText",
+    "VoiceError",
+    "Warn",
+    "connect",
+    "decode_turn",
+    "save",
+    "to_int16",
+]

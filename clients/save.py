@@ -1,0 +1,60 @@
+"""Audio files: the suffix names the format."""
+
+import io
+from pathlib import Path
+
+import av
+
+from clients.decode import Samples, to_int16
+
+# suffix -> container, encoder, sample rates that the encoder takes (None: any)
+_FORMATS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
+    ".wav": ("wav", "pcm_s16le", None),
+    ".ogg": ("ogg", "libopus", (8_000, 12_000, 16_000, 24_000, 48_000)),
+    ".opus": ("ogg", "libopus", (8_000, 12_000, 16_000, 24_000, 48_000)),
+    ".mp3": (
+        "mp3",
+        "libmp3lame",
+        (8_000, 11_025, 12_000, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000),
+    ),
+}
+SUFFIXES = tuple(_FORMATS)
+_BIT_RATE = {"libopus": 48_000, "libmp3lame": 96_000}
+_RESAMPLED_HZ = 48_000
+
+
+def check_suffix(path: Path) -> None:
+    """Raises ValueError, naming the valid ones, if `save` does not know the path's suffix."""
+    if path.suffix.lower() not in _FORMATS:
+        raise ValueError(
+            f"cannot write {path.name!r}: its suffix must be one of {', '.join(SUFFIXES)}"
+        )
+
+
+def save(path: Path | str, samples: Samples, sample_rate_hz: int) -> None:
+    """Write mono samples (f32 [num_samples], -1..1) as .wav, .ogg or .opus (Opus), or .mp3.
+
+    The file appears when it is complete. A rate that the encoder lacks is resampled to 48 kHz.
+
+    Example:
+        save("hello.wav", samples, sample_rate_hz)
+
+    Raises:
+        ValueError: unknown suffix.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    check_suffix(path)
+    container_format, encoder, valid_hz = _FORMATS[path.suffix.lower()]
+    file_hz = sample_rate_hz if valid_hz is None or sample_rate_hz in valid_hz else _RESAMPLED_HZ
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container_format) as container:
+        stream = container.add_stream(encoder, rate=file_hz, layout="mono")
+        assert isinstance(stream, av.AudioStream), stream
+        if encoder in _BIT_RATE:
+            stream.bit_rate = _BIT_RATE[encoder]
+        frame = av.AudioFrame.from_ndarray(to_int16(samples)[None], format="s16", layout="mono")
+        frame.sample_rate = sample_rate_hz
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    path.write_bytes(buffer.getvalue())

@@ -1,0 +1,298 @@
+"""A turn as its caller sees it: text goes in, typed events come out, time is kept.
+
+What a frame means is `clients.protocol`'s decision and the socket is `clients.session`'s; this file
+holds the bounded buffer between the reader and whoever iterates.
+"""
+
+import asyncio
+import time
+from array import array
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from clients.protocol import ClientProtocol, TurnEvent
+from realtime.errors import PlosiveError, SessionError
+from realtime.wire import (
+    PACKET_MS,
+    AudioPacket,
+    TurnCancelled,
+    TurnDone,
+    TurnMetrics,
+)
+
+# A server never runs further ahead of playback than the largest `max_lead_ms`, so a consumer that
+# keeps up with real time cannot meet this limit.
+MAX_BUFFERED_EVENTS = 600_000 // PACKET_MS
+CANCEL_TIMEOUT_S = 5.0
+
+TextSource = str | Iterable[str] | AsyncIterable[str]
+SendFrames = Callable[[list[str]], Awaitable[None]]
+
+
+@dataclass
+class Timings:
+    """When what happened to a turn, in seconds of the client's clock (`time.perf_counter`)."""
+
+    first_text_s: float | None = None  # just before the first text was sent
+    commit_s: float | None = None  # just before the commit was sent
+    over_s: float | None = None
+    packets_s: "array[float]" = field(default_factory=lambda: array("d"))  # arrival of each packet
+
+    @property
+    def ttfa_ms(self) -> float | None:
+        """Commit sent -> first packet. Negative when speech began before the text was complete."""
+        return _ms_between(self.commit_s, self._first_packet_s)
+
+    @property
+    def ttfa_from_first_text_ms(self) -> float | None:
+        """First text sent -> first packet."""
+        return _ms_between(self.first_text_s, self._first_packet_s)
+
+    @property
+    def total_ms(self) -> float | None:
+        """Commit sent -> turn over."""
+        return _ms_between(self.commit_s, self.over_s)
+
+    @property
+    def _first_packet_s(self) -> float | None:
+        return self.packets_s[0] if self.packets_s else None
+
+
+class Turn:
+    """One reply. Made by `Session.turn`.
+
+    Iterating gives `TurnStarted`, `AudioPacket`, `TurnText`, `Warn` and, last, exactly one of
+    `TurnDone` and `TurnCancelled`; any other end raises. As a context manager it cancels what is
+    not over when the block is left.
+
+    Example:
+        async with session.turn() as turn:
+            await turn.append("Hello. ")
+            await turn.append("How are you?")
+            await turn.commit()
+            async for event in turn:
+                match event:
+                    case AudioPacket():
+                        player.feed(event)
+                    case TurnText(text=text):
+                        print(text)
+    """
+
+    def __init__(
+        self,
+        turn_id: int,
+        protocol: ClientProtocol,
+        send: SendFrames,
+        max_buffered_events: int,
+    ) -> None:
+        self.turn_id = turn_id
+        self.timings = Timings()
+        self.metrics: TurnMetrics | None = None  # the server's account, with `TurnDone`
+        self._protocol = protocol
+        self._send = send
+        self._max_buffered_events = max_buffered_events
+        self._events: deque[TurnEvent] = deque()
+        self._arrived = asyncio.Event()
+        self._outcome: TurnDone | TurnCancelled | Exception | None = None
+        self._cancelled: asyncio.Future[TurnCancelled] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Done, cancelled or failed: no audio comes any more."""
+        return self._outcome is not None
+
+    async def append(self, text: str) -> None:
+        """Send a piece of text. Pieces are concatenated verbatim: spaces are the caller's.
+
+        Raises:
+            SessionError: code `turn_closed`, if the turn is committed, cancelled or done.
+            PlosiveError: what ended the turn or the session.
+        """
+        self._raise_failure()
+        frames = self._protocol.append(self.turn_id, text)
+        if frames and self.timings.first_text_s is None:
+            self.timings.first_text_s = time.perf_counter()
+        await self._send(frames)
+
+    async def flush(self) -> None:
+        """Have spoken what was sent so far, although no clause has ended. Raises like `append`."""
+        self._raise_failure()
+        await self._send(self._protocol.flush(self.turn_id))
+
+    async def commit(self) -> None:
+        """Say that no more text comes. Raises like `append`."""
+        self._raise_failure()
+        frames = self._protocol.commit(self.turn_id)
+        self.timings.commit_s = time.perf_counter()
+        await self._send(frames)
+
+    async def cancel(self, played_ms: float | None = None) -> TurnCancelled:
+        """Barge-in: from this call on, no audio comes out of the turn any more.
+
+        `played_ms` is how much of the turn's audio the listener has heard; None leaves it to the
+        server's estimate. A turn that is done can be cancelled too, while it still plays.
+
+        Returns:
+            What was spoken and what was not: `spoken_text`, `remaining_text`, `played_ms`.
+
+        Raises:
+            PlosiveError: what ended the turn otherwise.
+        """
+        self._raise_failure()
+        if isinstance(self._outcome, TurnCancelled):
+            return self._outcome
+        self._protocol.check_open()
+        if self._events and isinstance(self._outcome, TurnDone):
+            self._outcome = None  # nobody has read that it is done: cancelled is its end
+        self._events.clear()
+        if self._cancelled is None:
+            self._cancelled = asyncio.get_running_loop().create_future()
+            frames = self._protocol.cancel(self.turn_id, played_ms)
+            if not frames:
+                self._finish(self._protocol.account(self.turn_id, played_ms))
+            await self._send(frames)
+        try:
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                return await asyncio.shield(self._cancelled)
+        except TimeoutError:
+            account = self._protocol.account(self.turn_id, played_ms)
+            self._finish(account)
+            return account
+
+    async def audio(self) -> AsyncIterator[AudioPacket]:
+        """Only the audio, to the turn's end. Raises like iterating the turn."""
+        async for event in self:
+            if isinstance(event, AudioPacket):
+                yield event
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TurnEvent:
+        while not self._events:
+            self._raise_failure()
+            if self.is_over:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._events.popleft()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.abandon()
+
+    async def abandon(self) -> None:
+        """Stop the turn, unless its end has been read, without waiting for the server's account."""
+        if isinstance(self._outcome, TurnDone | TurnCancelled) and not self._events:
+            return
+        self._events.clear()
+        with suppress(PlosiveError):  # the session has ended, and the turn with it
+            await self._send(self._protocol.cancel(self.turn_id, None))
+
+    def fail(self, error: Exception) -> None:
+        """End the turn: iterating and every later call raise `error`."""
+        if not self.is_over or self._cancelled is not None:
+            self._finish(error)
+
+    def deliver(self, event: TurnEvent, now_s: float) -> None:
+        """Called by the reader with what the protocol routed here.
+
+        Raises:
+            SessionError: code `receive_buffer_full`, when nobody has been reading for too long.
+        """
+        match event:
+            case AudioPacket():
+                self.timings.packets_s.append(now_s)
+            case TurnDone(metrics=metrics):
+                self.metrics = metrics
+                self.timings.over_s = now_s
+                if self._cancelled is not None:
+                    return  # the account of the cancel follows
+                self._outcome = event
+            case TurnCancelled() | PlosiveError():
+                self.timings.over_s = self.timings.over_s or now_s
+                self._finish(event)
+                return
+        if len(self._events) >= self._max_buffered_events:
+            raise SessionError(
+                "receive_buffer_full",
+                f"{len(self._events):,} events of turn {self.turn_id} were not read; the turn is "
+                "cancelled. Read a turn while it is spoken, or cancel it.",
+                turn_id=self.turn_id,
+            )
+        self._events.append(event)
+        self._arrived.set()
+
+    def _finish(self, outcome: TurnCancelled | Exception) -> None:
+        if isinstance(outcome, TurnCancelled) and not self.is_over:
+            self._events.append(outcome)
+        self._outcome = outcome
+        self._arrived.set()
+        if self._cancelled is None or self._cancelled.done():
+            return
+        if isinstance(outcome, TurnCancelled):
+            self._cancelled.set_result(outcome)
+        else:
+            self._cancelled.set_exception(outcome)
+            self._cancelled.exception()  # counts as retrieved if the canceller has left
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+
+
+class Speech:
+    """A turn that says a text: iterate it for its packets. Made by `Session.say`.
+
+    The text is sent when iteration begins, and while audio is read. Leaving the loop early cancels
+    the turn. `turn` has the timings and the server's metrics.
+    """
+
+    def __init__(self, turn: Turn, text: TextSource) -> None:
+        self.turn = turn
+        self._text = text
+
+    async def __aiter__(self) -> AsyncIterator[AudioPacket]:
+        sender = asyncio.create_task(self._send())
+        try:
+            async for packet in self.turn.audio():
+                yield packet
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            await self.turn.abandon()
+
+    async def _send(self) -> None:
+        """A text source that fails ends the turn, and the loop raises its exception."""
+        try:
+            async for piece in _pieces(self._text):
+                await self.turn.append(piece)
+            await self.turn.commit()
+        except Exception as error:  # noqa: BLE001 - handed to the reader of the turn
+            self.turn.fail(error)
+
+
+async def _pieces(text: TextSource) -> AsyncIterator[str]:
+    if isinstance(text, str):
+        yield text
+    elif isinstance(text, AsyncIterable):
+        async for piece in text:
+            yield piece
+    else:
+        for piece in text:
+            yield piece
+
+
+def _ms_between(start_s: float | None, end_s: float | None) -> float | None:
+    return None if start_s is None or end_s is None else 1000.0 * (end_s - start_s)
