@@ -1,0 +1,139 @@
+"""Cuts the text of a turn into segments while it arrives.
+
+The closed segments depend on the text and on where it was flushed, never on how it was split into
+appends. Spans follow each other without a gap; what cannot be spoken (space, stray punctuation)
+belongs to the span of the segment after it.
+"""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+
+from realtime.session.boundaries import Kind, Mark, marks
+from realtime.session.script import CJK, clean, is_speakable
+
+_WORD_BORDER = re.compile(rf"\s+|(?<=[{CJK}])")
+_JOINERS = "\u200d\ufe0e\ufe0f"
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPolicy:
+    max_chars: int
+    min_chars: int = 16  # a shorter sentence is joined with the next, unless it is the first
+    first_clause_chars: int = 32  # the first segment may end with a clause of this length
+
+    def __post_init__(self) -> None:
+        assert self.max_chars > 0, self
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`text` is what is to be spoken; it lies within the turn's characters up to `end`, from the
+    end of the segment before it."""
+
+    end: int
+    text: str
+
+
+class Segmenter:
+    def __init__(self, policy: SegmentPolicy) -> None:
+        self._policy = policy
+        self._rest = ""  # not closed yet, without leading space
+        self._offset = 0  # of `_rest` within the turn
+        self._has_closed = False
+
+    def append(self, text: str) -> list[Segment]:
+        """Add text; returns the segments that it closes."""
+        self._rest += text
+        return self._close(is_final=False)
+
+    def flush(self) -> list[Segment]:
+        """Close everything that has arrived as if the text ended here."""
+        segments = self._close(is_final=True)
+        return segments + self._cut(len(self._rest))
+
+    @property
+    def open_text(self) -> str:
+        """What has arrived of the next segment, up to a word border; it may close shorter."""
+        return clean(self._rest[: _stable_end(self._rest)])
+
+    def _close(self, is_final: bool) -> list[Segment]:
+        segments: list[Segment] = []
+        while True:
+            self._skip_space()
+            end = self._find_end(is_final)
+            if end is None:
+                return segments
+            segments += self._cut(end)
+
+    def _cut(self, end: int) -> list[Segment]:
+        piece = self._rest[:end]
+        self._rest = self._rest[end:]
+        self._offset += end
+        if not is_speakable(piece):
+            return []
+        self._has_closed = True
+        return [Segment(self._offset, clean(piece))]
+
+    def _skip_space(self) -> None:
+        rest = self._rest.lstrip()
+        self._offset += len(self._rest) - len(rest)
+        self._rest = rest
+
+    def _find_end(self, is_final: bool) -> int | None:
+        """Where the first segment of `_rest` ends; None while that is open."""
+        max_chars = self._policy.max_chars
+        last_clause: Mark | None = None
+        tags: list[Mark] = []
+        for mark in marks(self._rest, is_final):
+            if mark.start >= max_chars:
+                break
+            if mark.kind is Kind.UNDECIDED:
+                return None
+            if mark.kind is Kind.NONE:
+                tags.append(mark)
+            elif mark.end <= max_chars:
+                if self._is_end(mark):
+                    return mark.end
+                if mark.end >= self._policy.min_chars:
+                    last_clause = mark
+        if len(self._rest.rstrip()) <= max_chars:
+            return None
+        return last_clause.end if last_clause else _last_word_end(self._rest, max_chars, tags)
+
+    def _is_end(self, mark: Mark) -> bool:
+        policy = self._policy
+        if mark.kind is Kind.SENTENCE:
+            is_long_enough = mark.end >= policy.min_chars or not self._has_closed
+        else:
+            is_long_enough = mark.end >= policy.first_clause_chars and not self._has_closed
+        return is_long_enough and is_speakable(self._rest[: mark.end])
+
+
+def _last_word_end(text: str, max_chars: int, tags: list[Mark]) -> int:
+    """The last border between words at or before `max_chars`; inside a word if there is none."""
+    for tag in tags:
+        if tag.start < max_chars < tag.end and tag.start > 0:
+            max_chars = tag.start
+    end = max_chars
+    for border in _WORD_BORDER.finditer(text, 1, max_chars + 1):
+        end = min(border.start(), max_chars)
+    while end > 1 and _belongs_to_previous(text[end]):
+        end -= 1
+    return end
+
+
+def _belongs_to_previous(char: str) -> bool:
+    return unicodedata.combining(char) > 0 or char in _JOINERS or "\udc00" <= char <= "\udfff"
+
+
+def _stable_end(text: str) -> int:
+    """Up to where the text will not change: before the word or tag that is still growing."""
+    limit = len(text)
+    for mark in marks(text, is_final=False):
+        if mark.kind is Kind.UNDECIDED:
+            limit = mark.start
+    end = 0
+    for border in _WORD_BORDER.finditer(text, 0, limit):
+        end = border.end()
+    return end
