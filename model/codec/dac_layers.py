@@ -18,6 +18,13 @@ from torch.nn import functional as F
 from model.codec.checkpoint import Weights
 from model.codec.config import TransformerConfig
 
+_HAS_ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+)
+
 
 class HistoryLayout:
     """Who owns which span of the flat history row, counted while the layers are built."""
@@ -55,6 +62,29 @@ class Taps:
         )
 
 
+class Product:
+    """x @ weight + bias, with the weight laid out as the device multiplies it fastest.
+
+    On x86 in f32 that is oneDNN's own layout: 84 us against 166 us for addmm, whose library does
+    not use AVX-512 on every CPU, at [32, 1344] x [1344, 192] on one core. Rows do not depend on
+    each other: a stream's samples are the same bits whatever else is in the batch.
+    """
+
+    def __init__(self, weights: Weights, weight: Tensor, bias: Tensor) -> None:
+        self.weight, self.bias = weights.place(weight), weights.place(bias)
+        self.packed: Tensor | None = None
+        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _HAS_ONEDNN:
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.T.contiguous())
+            self.weight = self.weight[:, :0]  # one copy of the weights is enough
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N]."""
+        if self.packed is None:
+            return torch.addmm(self.bias, x, self.weight)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
+
+
 class CausalConv:
     """Convolution with kernel `k`, a multiple of `stride`; left context only."""
 
@@ -71,8 +101,8 @@ class CausalConv:
         assert kernel % stride == 0 and (stride == 1 or dilation == 1), (kernel, stride, dilation)
         weight = weights.take("weight", out_channels, in_channels, kernel)
         # [O, I, k] -> [k * I, O]: tap, then channel; a stride only regroups the taps.
-        self.weight = weights.place(weight.permute(2, 1, 0).reshape(-1, out_channels))
-        self.bias = weights.place(weights.take("bias", out_channels))
+        weight = weight.permute(2, 1, 0).reshape(-1, out_channels)
+        self.product = Product(weights, weight, weights.take("bias", out_channels))
         self.stride = stride
         self.taps = Taps(kernel // stride, dilation, stride * in_channels, layout)
 
@@ -81,8 +111,8 @@ class CausalConv:
         num_streams, num_steps, channels = x.shape
         assert num_steps % self.stride == 0, (num_steps, self.stride)
         x = x.reshape(num_streams, num_steps // self.stride, self.stride * channels)
-        columns = self.taps(x, history).reshape(-1, self.weight.shape[0])
-        return torch.addmm(self.bias, columns, self.weight).view(num_streams, x.shape[1], -1)
+        columns = self.taps(x, history).reshape(num_streams * x.shape[1], -1)
+        return self.product(columns).view(num_streams, x.shape[1], -1)
 
 
 class CausalTransposedConv:
@@ -108,17 +138,16 @@ class CausalTransposedConv:
         # input, which is the last tap.
         taps_apart = weight.view(in_channels, out_channels, num_taps, stride)
         weight = taps_apart.permute(2, 0, 3, 1).flip(0)
-        self.weight = weights.place(weight.reshape(num_taps * in_channels, stride * out_channels))
-        self.bias = weights.place(weights.take("bias", out_channels).repeat(stride))
+        weight = weight.reshape(num_taps * in_channels, stride * out_channels)
+        self.product = Product(weights, weight, weights.take("bias", out_channels).repeat(stride))
         self.stride = stride
         self.taps = Taps(num_taps, 1, in_channels, layout)
 
     def __call__(self, x: Tensor, history: Tensor) -> Tensor:
         """x [B, T, I] -> [B, T * stride, O]."""
         num_streams, num_steps, _ = x.shape
-        columns = self.taps(x, history).reshape(-1, self.weight.shape[0])
-        y = torch.addmm(self.bias, columns, self.weight)
-        return y.view(num_streams, num_steps * self.stride, -1)
+        columns = self.taps(x, history).reshape(num_streams * num_steps, -1)
+        return self.product(columns).view(num_streams, num_steps * self.stride, -1)
 
 
 class Snake:
