@@ -70,6 +70,7 @@ class _Turn:
 
     is_committed: bool = False
     is_cancelled: bool = False  # cancel sent: its audio is stale from here on
+    played_ms: float | None = None  # as given with the cancel
     is_done: bool = False  # all its audio is here; only a cancel can still change its account
     num_packets: int = 0
     text: list[str] = field(default_factory=list)
@@ -79,8 +80,8 @@ class _Turn:
 class ClientProtocol:
     """One connection's logic.
 
-    After the constructor, send `start_frame`; give every received frame to `receive`, and call
-    `connection_lost` once when the socket is closed.
+    After the constructor, send `start_frame`; give every received frame to `receive` and then send
+    what `take_replies` gives; call `connection_lost` once when the socket is closed.
     """
 
     def __init__(self, start: wire.SessionStart) -> None:
@@ -88,13 +89,15 @@ class ClientProtocol:
         self.num_late_packets = 0  # of cancelled turns, dropped
         self._turns: dict[int, _Turn] = {}
         self._last_turn_id = 0
+        self._replies: list[str] = []
         self._closing: wire.SessionClosing | None = None
         self._failure: Callable[[], PlosiveError] | None = None
 
     # ------------------------------------------------------------------------ calls -> frames
 
     def open_turn(self) -> int:
-        """A new turn's id. The server learns of the turn with its first text."""
+        """A new turn's id, to be called just before its first frame: a server takes the turns in
+        the order of their ids, and refuses the text of an id that it has passed."""
         self.check_open()
         self._last_turn_id += 1
         self._turns[self._last_turn_id] = _Turn()
@@ -125,23 +128,25 @@ class ClientProtocol:
         turn = self._turns.get(turn_id)
         if turn is None or turn.is_cancelled:
             return []
-        turn.is_cancelled = True
+        turn.is_cancelled, turn.played_ms = True, played_ms
         if not turn.text and not turn.is_committed:
             return []
         return [wire.encode(wire.TurnCancel(turn_id=turn_id, played_ms=played_ms))]
 
-    def account(self, turn_id: int, played_ms: float | None) -> wire.TurnCancelled:
-        """The client's own account of a turn, for when the server keeps none any more."""
+    def give_up(self, turn_id: int) -> None:
+        """Cancel with the next replies, because nobody wants the turn any more."""
+        self._replies += self.cancel(turn_id, None)
+
+    def account(self, turn_id: int) -> wire.TurnCancelled:
+        """The client's own account of a cancelled turn, for when the server has none."""
         turn = self._turns.pop(turn_id, None) or _Turn()
-        text = "".join(turn.text)
-        marks = [
-            mark for mark in turn.spoken if played_ms is None or mark.audio_ms <= played_ms + 1e-6
-        ]
-        spoken = marks[-1].text if marks else ""
-        if not text.startswith(spoken):  # the server quotes the text as sent; else trust nothing
+        text, played_ms = "".join(turn.text), turn.played_ms
+        heard = [mark for mark in turn.spoken if played_ms is None or mark.audio_ms <= played_ms]
+        spoken = heard[-1].text if heard else ""
+        if not text.startswith(spoken):  # a quotation that differs cannot be taken off the text
             spoken = ""
         if played_ms is None:
-            played_ms = marks[-1].audio_ms if marks else 0.0
+            played_ms = heard[-1].audio_ms if heard else 0.0
         return wire.TurnCancelled(
             turn_id=turn_id,
             spoken_text=spoken,
@@ -183,6 +188,11 @@ class ClientProtocol:
             code, message = error.code, f"the server sent what cannot be read: {error.message}"
             return self._fail(lambda: ProtocolError(code, message, fatal=True))
 
+    def take_replies(self) -> list[str]:
+        """Frames to send because of what was received."""
+        replies, self._replies = self._replies, []
+        return replies
+
     def connection_lost(self, close_code: int | None, reason: str = "") -> list[Routed]:
         """The socket is closed: whatever is not over now never will be."""
         if self._failure is not None:
@@ -203,9 +213,10 @@ class ClientProtocol:
         match message:
             case wire.Error():
                 return self._error(message)
-            case wire.Warn():
-                if message.turn_id in self._turns:
-                    return [ForTurn(message.turn_id, message)]
+            case wire.Warn(turn_id=int(turn_id)) if turn_id in self._turns:
+                if message.code == "unknown_turn" and self._turns[turn_id].is_cancelled:
+                    return [ForTurn(turn_id, self.account(turn_id))]
+                return [ForTurn(turn_id, message)]
             case wire.TurnStarted() | wire.TurnText() | wire.TurnDone() | wire.TurnCancelled():
                 return self._turn_message(message)
             case wire.SessionClosing():
@@ -244,7 +255,7 @@ class ClientProtocol:
         return [ForTurn(packet.turn_id, packet)]
 
     def _audio_gap(self, turn_id: int, expected: int, got: int) -> list[Routed]:
-        del self._turns[turn_id]
+        self.give_up(turn_id)
         message = f"audio of turn {turn_id} is incomplete: expected packet {expected}, got {got}"
         return [ForTurn(turn_id, ProtocolError("audio_gap", message, turn_id=turn_id))]
 
@@ -258,8 +269,9 @@ class ClientProtocol:
             return self._fail(lambda: error_from(message))
         if message.turn_id is None:
             return [ForSession(error_from(message))]
-        if self._turns.pop(message.turn_id, None) is None:
+        if message.turn_id not in self._turns:
             return []
+        self.give_up(message.turn_id)  # the server may have kept it open
         return [ForTurn(message.turn_id, error_from(message))]
 
     def _fail(self, make_error: Callable[[], PlosiveError]) -> list[Routed]:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from urllib.parse import urlsplit, urlunsplit
 from weakref import WeakValueDictionary
 
@@ -57,7 +57,8 @@ class Session:
         return self.ready.format
 
     def turn(self) -> Turn:
-        """Open a turn. Several may be open at once; each gets its own events.
+        """A new turn. Several may be open at once; each gets its own events. Servers speak them
+        one after another, in the order in which they got their first text.
 
         Raises:
             PlosiveError: what ended the session, or what the server last complained about.
@@ -65,9 +66,8 @@ class Session:
         if self._unclaimed is not None:
             error, self._unclaimed = self._unclaimed, None
             raise error
-        turn = Turn(self.protocol.open_turn(), self.protocol, self._send, MAX_BUFFERED_EVENTS)
-        self._turns[turn.turn_id] = turn
-        return turn
+        self.protocol.check_open()
+        return Turn(self.protocol, self._register, self._send, MAX_BUFFERED_EVENTS)
 
     def say(self, text: TextSource) -> Speech:
         """Say a text, or an (async) iterator of pieces of it, as one turn.
@@ -119,6 +119,11 @@ class Session:
         await self._websocket.close()
         await self._reader
 
+    def _register(self, turn: Turn) -> int:
+        turn_id = self.protocol.open_turn()
+        self._turns[turn_id] = turn
+        return turn_id
+
     async def _ask(self, frame: str) -> SessionReady:
         """Send what `session.ready` answers."""
         while self._answer is not None:
@@ -146,30 +151,24 @@ class Session:
                 frame = await websocket.recv()
                 now_s = time.perf_counter()
                 for routed in self.protocol.receive(frame):
-                    await self._route(routed, now_s)
+                    self._route(routed, now_s)
+                for reply in self.protocol.take_replies():
+                    await websocket.send(reply)
             await websocket.close()
         except ConnectionClosed:
             pass
         finally:
-            for routed in self.protocol.connection_lost(
-                websocket.close_code, websocket.close_reason or ""
-            ):
-                await self._route(routed, time.perf_counter())
+            lost = self.protocol.connection_lost(websocket.close_code, websocket.close_reason or "")
+            for routed in lost:
+                self._route(routed, time.perf_counter())
 
-    async def _route(self, routed: Routed, now_s: float) -> None:
+    def _route(self, routed: Routed, now_s: float) -> None:
         if isinstance(routed, ForSession):
             self._on_session_event(routed.event)
             return
         turn = self._turns.get(routed.turn_id)
-        if turn is None:
-            return
-        try:
+        if turn is not None:
             turn.deliver(routed.event, now_s)
-        except PlosiveError as error:
-            turn.fail(error)
-            with suppress(ConnectionClosed):
-                for frame in self.protocol.cancel(turn.turn_id, None):
-                    await self._websocket.send(frame)
 
     def _on_session_event(self, event: SessionEvent) -> None:
         waiting = self._answer if self._answer and not self._answer.done() else None

@@ -27,7 +27,6 @@ from realtime.wire import (
 # A server never runs further ahead of playback than the largest `max_lead_ms`, so a consumer that
 # keeps up with real time cannot meet this limit.
 MAX_BUFFERED_EVENTS = 600_000 // PACKET_MS
-CANCEL_TIMEOUT_S = 5.0
 
 TextSource = str | Iterable[str] | AsyncIterable[str]
 SendFrames = Callable[[list[str]], Awaitable[None]]
@@ -84,15 +83,16 @@ class Turn:
 
     def __init__(
         self,
-        turn_id: int,
         protocol: ClientProtocol,
+        register: "Callable[[Turn], int]",
         send: SendFrames,
         max_buffered_events: int,
     ) -> None:
-        self.turn_id = turn_id
+        self.turn_id: int | None = None  # given with the first text: that is the turns' order
         self.timings = Timings()
         self.metrics: TurnMetrics | None = None  # the server's account, with `TurnDone`
         self._protocol = protocol
+        self._register = register
         self._send = send
         self._max_buffered_events = max_buffered_events
         self._events: deque[TurnEvent] = deque()
@@ -112,21 +112,18 @@ class Turn:
             SessionError: code `turn_closed`, if the turn is committed, cancelled or done.
             PlosiveError: what ended the turn or the session.
         """
-        self._raise_failure()
-        frames = self._protocol.append(self.turn_id, text)
+        frames = self._protocol.append(self._open(), text)
         if frames and self.timings.first_text_s is None:
             self.timings.first_text_s = time.perf_counter()
         await self._send(frames)
 
     async def flush(self) -> None:
         """Have spoken what was sent so far, although no clause has ended. Raises like `append`."""
-        self._raise_failure()
-        await self._send(self._protocol.flush(self.turn_id))
+        await self._send(self._protocol.flush(self._open()))
 
     async def commit(self) -> None:
         """Say that no more text comes. Raises like `append`."""
-        self._raise_failure()
-        frames = self._protocol.commit(self.turn_id)
+        frames = self._protocol.commit(self._open())
         self.timings.commit_s = time.perf_counter()
         await self._send(frames)
 
@@ -142,26 +139,19 @@ class Turn:
         Raises:
             PlosiveError: what ended the turn otherwise.
         """
-        self._raise_failure()
+        turn_id = self._open()
         if isinstance(self._outcome, TurnCancelled):
             return self._outcome
-        self._protocol.check_open()
         if self._events and isinstance(self._outcome, TurnDone):
             self._outcome = None  # nobody has read that it is done: cancelled is its end
         self._events.clear()
         if self._cancelled is None:
             self._cancelled = asyncio.get_running_loop().create_future()
-            frames = self._protocol.cancel(self.turn_id, played_ms)
+            frames = self._protocol.cancel(turn_id, played_ms)
             if not frames:
-                self._finish(self._protocol.account(self.turn_id, played_ms))
+                self._finish(self._protocol.account(turn_id))
             await self._send(frames)
-        try:
-            async with asyncio.timeout(CANCEL_TIMEOUT_S):
-                return await asyncio.shield(self._cancelled)
-        except TimeoutError:
-            account = self._protocol.account(self.turn_id, played_ms)
-            self._finish(account)
-            return account
+        return await asyncio.shield(self._cancelled)
 
     async def audio(self) -> AsyncIterator[AudioPacket]:
         """Only the audio, to the turn's end. Raises like iterating the turn."""
@@ -198,7 +188,8 @@ class Turn:
             return
         self._events.clear()
         with suppress(PlosiveError):  # the session has ended, and the turn with it
-            await self._send(self._protocol.cancel(self.turn_id, None))
+            if self.turn_id is not None:
+                await self._send(self._protocol.cancel(self.turn_id, None))
 
     def fail(self, error: Exception) -> None:
         """End the turn: iterating and every later call raise `error`."""
@@ -206,11 +197,9 @@ class Turn:
             self._finish(error)
 
     def deliver(self, event: TurnEvent, now_s: float) -> None:
-        """Called by the reader with what the protocol routed here.
-
-        Raises:
-            SessionError: code `receive_buffer_full`, when nobody has been reading for too long.
-        """
+        """Called by the reader with what the protocol routed here."""
+        if isinstance(self._outcome, Exception):
+            return
         match event:
             case AudioPacket():
                 self.timings.packets_s.append(now_s)
@@ -224,15 +213,22 @@ class Turn:
                 self.timings.over_s = self.timings.over_s or now_s
                 self._finish(event)
                 return
-        if len(self._events) >= self._max_buffered_events:
-            raise SessionError(
-                "receive_buffer_full",
-                f"{len(self._events):,} events of turn {self.turn_id} were not read; the turn is "
-                "cancelled. Read a turn while it is spoken, or cancel it.",
-                turn_id=self.turn_id,
-            )
         self._events.append(event)
         self._arrived.set()
+        if len(self._events) > self._max_buffered_events:
+            self._overflow()
+
+    def _overflow(self) -> None:
+        turn_id = self._open()
+        self._finish(
+            SessionError(
+                "receive_buffer_full",
+                f"{len(self._events):,} events of turn {turn_id} were not read; it is cancelled. "
+                "Read a turn while it is spoken, or cancel it.",
+                turn_id=turn_id,
+            )
+        )
+        self._protocol.give_up(turn_id)
 
     def _finish(self, outcome: TurnCancelled | Exception) -> None:
         if isinstance(outcome, TurnCancelled) and not self.is_over:
@@ -246,6 +242,13 @@ class Turn:
         else:
             self._cancelled.set_exception(outcome)
             self._cancelled.exception()  # counts as retrieved if the canceller has left
+
+    def _open(self) -> int:
+        self._raise_failure()
+        self._protocol.check_open()
+        if self.turn_id is None:
+            self.turn_id = self._register(self)
+        return self.turn_id
 
     def _raise_failure(self) -> None:
         if isinstance(self._outcome, Exception):

@@ -202,6 +202,18 @@ async def test_interleaved_turns_each_get_their_own() -> None:
     assert (first, second) == ([b"aa"] * 3, [b"bb"] * 3)
 
 
+async def test_turns_are_numbered_by_their_first_text() -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        first, second = session.turn(), session.turn()
+        await second.append("second")
+        await first.append("first")
+        assert (second.turn_id, first.turn_id) == (1, 2)
+        await first.cancel()
+        await second.commit()
+        assert [type(event) async for event in second][-1] is TurnDone
+    assert server.received[1] == TextAppend(turn_id=1, text="second")
+
+
 async def test_cancel_gives_the_account_and_late_audio_is_dropped() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
@@ -285,9 +297,7 @@ async def test_done_that_crosses_a_cancel_ends_in_the_account() -> None:
         assert [type(event) for event in [e async for e in turn]] == [TurnCancelled]
 
 
-async def test_cancel_without_an_answer_falls_back_to_the_clients_account(monkeypatch) -> None:
-    monkeypatch.setattr("clients.turn.CANCEL_TIMEOUT_S", 0.05)
-
+async def test_cancel_of_what_the_server_has_forgotten_is_accounted_here() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
         await peer.expect(TextAppend)
@@ -296,6 +306,8 @@ async def test_cancel_without_an_answer_falls_back_to_the_clients_account(monkey
         await peer.send(TurnText(turn_id=1, text="One. ", audio_ms=20.0))
         await peer.send(TurnText(turn_id=1, text="One. Two.", audio_ms=40.0))
         await peer.done(1, 2)
+        await peer.expect(TurnCancel)
+        await peer.send(Warn(code="unknown_turn", message="not open", turn_id=1))
         await peer.until_closed()
 
     async with (
@@ -331,6 +343,11 @@ async def test_an_error_of_a_turn_is_raised_there_and_the_session_goes_on(code, 
         await peer.expect(TurnCommit)
         await peer.audio(1, [P])
         await peer.send(Error(code=code, message="no", param="text", turn_id=1))
+        await peer.expect(TurnCancel)
+        await peer.audio(1, [P], first_seq=1)
+        await peer.send(
+            TurnCancelled(turn_id=1, spoken_text="", remaining_text="Hello", played_ms=0.0)
+        )
         await peer.expect(TextAppend)
         await peer.expect(TurnCommit)
         await peer.audio(2, [P])

@@ -1,0 +1,122 @@
+"""Sample exactness: what is decoded and what is saved has every sample, and none more."""
+
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from clients import Decoder, ProtocolError, decode_turn, save, to_int16
+from realtime.wire import EffectiveFormat
+from tests.clients.scripted_server import (
+    OPUS,
+    PACKET_SAMPLES,
+    PCM,
+    SAMPLE_RATE_HZ,
+    opus_payloads,
+    packet,
+    pcm_payloads,
+    tone,
+)
+
+NUM_SAMPLES = 10 * PACKET_SAMPLES + 123
+
+
+def opus_packets(samples):
+    return [packet(1, seq, payload, OPUS) for seq, payload in enumerate(opus_payloads(samples))]
+
+
+def test_pcm_is_bit_exact() -> None:
+    samples = np.arange(-500, 500, dtype=np.int16)
+    packets = [packet(1, seq, payload) for seq, payload in enumerate(pcm_payloads(samples))]
+    decoded, sample_rate_hz = decode_turn(packets, PCM, len(samples))
+    assert sample_rate_hz == SAMPLE_RATE_HZ
+    np.testing.assert_array_equal(to_int16(decoded), samples)
+
+
+def test_opus_drops_the_pre_skip_and_keeps_num_samples() -> None:
+    samples = tone(NUM_SAMPLES, num_silent=PACKET_SAMPLES)
+    decoded, sample_rate_hz = decode_turn(opus_packets(samples), OPUS, NUM_SAMPLES)
+    scale = sample_rate_hz // SAMPLE_RATE_HZ
+    assert (sample_rate_hz, len(decoded)) == (48_000, scale * NUM_SAMPLES)
+    sent = samples / 32768
+    lags = range(-40, 41)
+    core = slice(2 * PACKET_SAMPLES, 8 * PACKET_SAMPLES)
+    error = {lag: np.abs(np.roll(decoded, lag)[::scale][core] - sent[core]).max() for lag in lags}
+    best = min(error, key=error.__getitem__)
+    assert abs(best) <= 1, f"off by {best} samples at 48 kHz"
+    assert error[best] < 0.02
+
+
+def test_opus_streams_packet_by_packet() -> None:
+    packets = opus_packets(tone(NUM_SAMPLES))
+    decoder = Decoder(OPUS)
+    parts = [decoder.decode(each) for each in packets]
+    assert len(parts[0]) == 960 - 2 * OPUS.pre_skip_samples
+    assert all(len(part) == 960 for part in parts[1:])
+    whole, _ = decode_turn(packets, OPUS)
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_pre_skip_longer_than_a_packet() -> None:
+    format = EffectiveFormat(codec="pcm_s16le", sample_rate=24_000, pre_skip_samples=500)
+    packets = [packet(1, seq, b"\1\0" * 480) for seq in range(2)]
+    decoder = Decoder(format)
+    assert [len(decoder.decode(each)) for each in packets] == [0, 460]
+
+
+def test_a_turn_without_audio() -> None:
+    decoded, _ = decode_turn([], OPUS, 0)
+    assert len(decoded) == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "format", "match"),
+    [
+        (packet(1, 4, b"\0"), PCM, "packet 4 of turn 1 has 1 bytes"),
+        (packet(1, 0, b"\0\0"), OPUS, "is PCM_S16LE, expected OPUS"),
+        (packet(1, 0, b"", OPUS), OPUS, "is empty"),
+        (packet(1, 0, b"\xff" * 40, OPUS), OPUS, "is not Opus"),
+    ],
+)
+def test_payloads_that_are_not_what_the_format_says(bad, format, match) -> None:
+    with pytest.raises(ProtocolError, match=match):
+        Decoder(format).decode(bad)
+
+
+def test_fewer_samples_than_announced() -> None:
+    with pytest.raises(ProtocolError, match="audio_gap"):
+        decode_turn([packet(1, 0, b"\0\0" * 480)], PCM, 481)
+
+
+def test_to_int16_clips() -> None:
+    assert to_int16(np.array([-2, -1, 0, 1, 2], np.float32)).tolist() == [
+        -32768,
+        -32768,
+        0,
+        32767,
+        32767,
+    ]
+
+
+def read(path: Path) -> tuple[np.ndarray, int]:
+    with av.open(str(path)) as container:
+        frames = list(container.decode(audio=0))
+    return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames]), frames[0].rate
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".ogg", ".opus", ".mp3"])
+@pytest.mark.parametrize("sample_rate_hz", [24_000, 44_100, 48_000])
+def test_saved_files_have_every_sample(tmp_path, suffix, sample_rate_hz) -> None:
+    samples = tone(NUM_SAMPLES).astype(np.float32) / 32768
+    path = tmp_path / f"out{suffix}"
+    save(path, samples, sample_rate_hz)
+    written, written_hz = read(path)
+    assert abs(len(written) / written_hz - NUM_SAMPLES / sample_rate_hz) < 1 / written_hz
+    if suffix == ".wav":
+        np.testing.assert_array_equal(written, to_int16(samples))
+
+
+def test_unknown_suffix_names_the_valid_ones(tmp_path) -> None:
+    with pytest.raises(ValueError, match=r"\.wav, \.ogg, \.opus, \.mp3"):
+        save(tmp_path / "out.flac", np.zeros(10, np.float32), 24_000)
