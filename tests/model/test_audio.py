@@ -1,0 +1,227 @@
+"""Reference audio: every container decodes to the same sound, every bad clip is a ClipError."""
+
+import io
+import random
+import struct
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from model.audio import ClipError, read_clip
+
+RATE = 24_000
+
+
+def chirp(seconds, rate_hz, amplitude=0.5):
+    """A sweep from 200 Hz to 3 kHz under a slow envelope: speech-like in band and level."""
+    t = np.arange(round(seconds * rate_hz)) / rate_hz
+    phase = 2 * np.pi * (200 * t + (3000 - 200) * t**2 / (2 * max(seconds, 1e-3)))
+    return (amplitude * np.sin(phase) * (0.6 + 0.4 * np.sin(2 * np.pi * 3 * t))).astype(np.float32)
+
+
+def encode(samples, rate_hz, container="wav", codec="pcm_s16le", channels=1):
+    """One clip in a container; the same signal in every channel."""
+    layout = {1: "mono", 2: "stereo", 6: "5.1"}[channels]
+    out = io.BytesIO()
+    with av.open(out, "w", format=container) as writer:
+        stream = writer.add_stream(codec, rate=rate_hz, layout=layout)
+        if codec in ("libmp3lame", "aac", "libopus"):
+            stream.bit_rate = 96_000 * channels
+        frame = av.AudioFrame.from_ndarray(
+            np.ascontiguousarray(np.tile(samples, (channels, 1))), format="fltp", layout=layout
+        )
+        frame.sample_rate = rate_hz
+        resampler = av.AudioResampler(
+            format=stream.codec_context.format, layout=layout, rate=rate_hz
+        )
+        fifo = av.AudioFifo()
+        for piece in resampler.resample(frame) + resampler.resample(None):
+            fifo.write(piece)
+        size = stream.codec_context.frame_size or 4096
+        while (piece := fifo.read(size, partial=True)) is not None:
+            writer.mux(stream.encode(piece))
+        writer.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def wav_f32(samples, rate_hz=RATE):
+    """A float WAV written by hand, so that it can hold anything."""
+    data = np.asarray(samples, dtype="<f4").tobytes()
+    header = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", 36 + len(data), b"WAVE", b"fmt ", 16, 3, 1,
+                         rate_hz, 4 * rate_hz, 4, 32)  # fmt: skip
+    return header + struct.pack("<4sI", b"data", len(data)) + data
+
+
+def best_correlation(a, b, max_lag):
+    """Correlation at the best of all lags up to max_lag: codecs shift by their own delay."""
+    n = min(len(a), len(b)) - 2 * max_lag
+    a = a[max_lag : max_lag + n]
+    shifts = [b[lag : lag + n] for lag in range(0, 2 * max_lag + 1)]
+    return max(float(a @ s / (np.linalg.norm(a) * np.linalg.norm(s))) for s in shifts)
+
+
+@pytest.mark.parametrize("channels", [1, 2, 6])
+@pytest.mark.parametrize(
+    ("container", "codec", "rates"),
+    [
+        ("wav", "pcm_s16le", (8_000, 44_100)),
+        ("wav", "pcm_u8", (22_050,)),
+        ("wav", "pcm_s24le", (96_000,)),
+        ("wav", "pcm_f32le", (24_000,)),
+        ("flac", "flac", (16_000, 48_000)),
+        ("mp3", "libmp3lame", (44_100, 24_000)),
+        ("ogg", "libopus", (48_000, 16_000)),
+        ("ipod", "aac", (44_100, 22_050)),
+        ("webm", "libopus", (48_000,)),
+        ("caf", "pcm_s16be", (32_000,)),
+        ("mpegts", "aac", (48_000,)),
+    ],
+)
+def test_container_rate_and_channels(container, codec, rates, channels):
+    if codec == "libmp3lame" and channels == 6:
+        pytest.skip("MP3 holds two channels at most")
+    for rate_hz in rates:
+        clip = read_clip(encode(chirp(1.5, rate_hz), rate_hz, container, codec, channels), RATE)
+        assert clip.dtype == torch.float32 and clip.dim() == 1
+        assert len(clip) / RATE == pytest.approx(1.5, abs=0.08), "encoders pad to whole frames"
+        want = chirp(1.5, RATE)
+        correlation = best_correlation(want, clip.numpy(), 1300)
+        peak = float(clip.abs().max())
+        print(f"{container:7} {codec:11} {rate_hz:6} Hz x{channels}: {correlation:.4f} {peak:.3f}")
+        lossy = codec in ("libmp3lame", "aac", "libopus")
+        assert correlation > (0.93 if lossy else 0.999)
+        # Lossy encoders low-pass the 5.1 layout's bass channel, a sixth of the sum.
+        assert peak == pytest.approx(0.5, rel=0.35 if lossy else 0.01)
+
+
+def test_wav_is_exact_at_its_own_rate(tmp_path):
+    path = tmp_path / "clip.wav"
+    path.write_bytes(wav_f32(chirp(1, RATE)))
+    for source in (path, str(path), path.read_bytes()):
+        assert np.array_equal(read_clip(source, RATE).numpy(), chirp(1, RATE))
+    assert len(read_clip(path, 44_100)) == 44_100
+
+
+def test_channels_are_averaged():
+    left, right = chirp(1, RATE), np.zeros(RATE, np.float32)
+    frame = np.stack([left, right], axis=1).ravel()
+    data = bytearray(wav_f32(frame))
+    data[22:24], data[32:34] = struct.pack("<H", 2), struct.pack("<H", 8)
+    assert np.allclose(read_clip(bytes(data), RATE).numpy(), left / 2, atol=1e-7)
+
+
+def test_trim_keeps_a_margin():
+    quiet = 1e-4 * np.random.default_rng(0).standard_normal(RATE).astype(np.float32)
+    clip = np.concatenate([quiet, chirp(1, RATE), quiet[: RATE // 2]])
+    assert len(read_clip(wav_f32(clip), RATE)) == len(clip)
+    trimmed = read_clip(wav_f32(clip), RATE, trim_silence=True)
+    assert len(trimmed) / RATE == pytest.approx(1.1, abs=0.045)
+    start = RATE - round(0.05 * RATE)
+    assert best_correlation(clip[start:], trimmed.numpy(), 500) > 0.999
+
+
+def test_a_loud_float_clip_is_scaled_down():
+    clip = read_clip(wav_f32(4 * chirp(1, RATE)), RATE)
+    assert float(clip.abs().max()) == 1.0
+
+
+REFUSED = {
+    "empty": (b"", "empty"),
+    "text": (b"this is no sound at all, " * 40, "not audio"),
+    "zeros": (bytes(5000), "not audio"),
+    "png": (b"\x89PNG\r\n\x1a\n" + bytes(200), "not audio"),
+    "playlist": (b"#EXTM3U\n#EXTINF:5,\nhttp://127.0.0.1:9/a.ts\n", "not audio"),
+    "no samples": (wav_f32([]), "without samples|not audio"),
+    "silent": (wav_f32(np.zeros(RATE)), "silent"),
+    "offset": (wav_f32(np.full(RATE, 0.5)), "silent"),
+    "faint": (wav_f32(chirp(1, RATE, 1e-4)), "silent"),
+    "too short": (wav_f32(chirp(0.1, RATE)), r"0\.10 s .* at least 0\.5 s"),
+    "too long": (wav_f32(chirp(61, 8_000), 8_000), "longer than 60 s"),
+    "nan": (wav_f32(np.where(np.arange(RATE) == 9, np.nan, chirp(1, RATE))), "1 samples that"),
+    "inf": (wav_f32(np.where(np.arange(RATE) > 9, np.inf, 0.1)), "not finite"),
+    "integer scale": (wav_f32(20_000 * chirp(1, RATE)), "peaks at"),
+    "1 Hz": (wav_f32(chirp(1, RATE), 1), "sample rate of 1 Hz"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    data, message = REFUSED[name]
+    with pytest.raises(ClipError, match=message):
+        read_clip(data, RATE)
+
+
+def test_limits_are_the_callers(tmp_path):
+    clip = wav_f32(chirp(2, RATE))
+    assert len(read_clip(wav_f32(chirp(0.1, RATE)), RATE, min_seconds=0.05)) == 2400
+    with pytest.raises(ClipError, match="longer than 1 s"):
+        read_clip(clip, RATE, max_seconds=1)
+    with pytest.raises(ClipError, match=r"0\.2 MiB; expected at most 0\.1 MiB"):
+        read_clip(clip, RATE, max_bytes=2**17)
+    with pytest.raises(ClipError, match="cannot be read"):
+        read_clip(tmp_path / "none.wav", RATE)
+    with pytest.raises(ClipError, match="cannot be read"):
+        read_clip(tmp_path, RATE)
+    with pytest.raises(ClipError, match="cannot be read"):
+        read_clip("a\0b", RATE)
+
+
+def test_speech_too_short_after_trimming():
+    clip = np.concatenate(
+        [np.zeros(RATE, np.float32), chirp(0.2, RATE), np.zeros(RATE, np.float32)]
+    )
+    with pytest.raises(ClipError, match="s of sound; expected at least"):
+        read_clip(wav_f32(clip), RATE, trim_silence=True)
+
+
+def test_video_without_audio():
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as writer:
+        stream = writer.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 64
+        stream.pix_fmt = "yuv420p"
+        for _ in range(3):
+            frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 3), np.uint8), format="rgb24")
+            writer.mux(stream.encode(frame))
+        writer.mux(stream.encode(None))
+    with pytest.raises(ClipError, match="no audio stream .found: video."):
+        read_clip(out.getvalue(), RATE)
+
+
+def test_a_long_clip_is_not_decoded_whole(monkeypatch):
+    """Ten minutes of MP3: the refusal comes after about the limit's worth of packets."""
+    import model.audio
+
+    decoded = []
+    to_mono = model.audio._to_mono
+    monkeypatch.setattr(
+        model.audio, "_to_mono", lambda frame: decoded.append(frame.samples) or to_mono(frame)
+    )
+    data = encode(np.tile(chirp(10, 16_000), 60), 16_000, "mp3", "libmp3lame")
+    with pytest.raises(ClipError, match="longer than 5 s"):
+        read_clip(data, RATE, max_seconds=5)
+    assert sum(decoded) < 6 * 16_000, sum(decoded)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec"),
+    [("wav", "pcm_s16le"), ("mp3", "libmp3lame"), ("ogg", "libopus"), ("flac", "flac"),
+     ("ipod", "aac"), ("webm", "libopus")],
+)  # fmt: skip
+def test_damaged_bytes_give_a_clip_or_a_clip_error(container, codec):
+    good = encode(chirp(1, 48_000), 48_000, container, codec)
+    rng = random.Random(container)
+    num_refused = 0
+    for _ in range(40):
+        data = bytearray(good[: rng.randrange(1, len(good))] if rng.random() < 0.4 else good)
+        for _ in range(rng.choice([0, 1, 8, 200])):
+            data[rng.randrange(min(len(data), rng.choice([64, 1 << 20])))] = rng.randrange(256)
+        try:
+            clip = read_clip(bytes(data), RATE, max_seconds=10)
+        except ClipError:
+            num_refused += 1
+        else:
+            assert torch.isfinite(clip).all() and clip.abs().max() <= 1
+    assert num_refused > 0
