@@ -15,6 +15,7 @@ from websockets.typing import Subprotocol
 
 from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
 from clients.turn import MAX_BUFFERED_EVENTS, Speech, TextSource, Turn
+from clients.voices import refusal
 from realtime.errors import ConnectionFailed, PlosiveError
 from realtime.wire import (
     PATH,
@@ -274,7 +275,7 @@ async def _open(address: str) -> ClientConnection:
 
 def _refused(error: InvalidStatus) -> ConnectionFailed:
     response = error.response
-    said = (response.body or b"").decode("utf-8", "replace").strip()[:300]
+    _, said = refusal((response.body or b"").decode("utf-8", "replace"))
     retry_after = response.headers.get("Retry-After", "")
     return ConnectionFailed(
         f"the server refused the session with status {response.status_code}"

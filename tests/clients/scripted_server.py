@@ -15,6 +15,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypeVar
 
 import av
@@ -273,13 +274,21 @@ async def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--announce-fd", type=int)
-    parser.add_argument("--die", help="say this on stderr and exit instead of serving")
+    parser.add_argument("--model", help='"broken" cannot be loaded')
+    parser.add_argument("--mute", help="never speak; write the process id to this fifo instead")
     args, _ = parser.parse_known_args()
-    if args.die:
-        raise SystemExit(args.die)
+    if args.model == "broken":
+        raise SystemExit("cannot load the model: it is broken")
+
+    async def mute(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        Path(args.mute).write_text(str(os.getpid()))  # noqa: ASYNC240 - nothing else runs
+        await peer.until_closed()
+
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    async with scripted_server(talker, port=args.port) as server:
+    async with scripted_server(mute if args.mute else talker, port=args.port) as server:
         if args.announce_fd is not None:
             with os.fdopen(args.announce_fd, "w") as announce:
                 announce.write(json.dumps({"url": server.url, "ready_s": 0.1}) + "\n")

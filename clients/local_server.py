@@ -1,0 +1,132 @@
+"""A server of one's own: started as a child process, stopped whatever happens."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import IO, Self
+
+from realtime.errors import ConnectionFailed
+
+SERVE = (sys.executable, "-m", "realtime", "serve")
+STOP_TIMEOUT_S = 10.0
+_POLL_S = 0.1
+_NUM_LAST_LINES = 8
+
+
+class LocalServer:
+    """`plosive serve` on a free port of this machine, for as long as the block lasts.
+
+    Args:
+        options: further options of `plosive serve`.
+        on_wait: called about ten times a second with the seconds waited so far.
+        command: what to run instead; it gets `--port 0` and `--announce-fd N`, on which it writes one
+            JSON line `{"url": ..., "ready_s": ...}` when it is ready.
+
+    Example:
+        with LocalServer(["--device", "cpu"]) as server:
+            asyncio.run(talk_to(server.url))
+    """
+
+    url: str
+    ready_s: float  # start of the process -> ready
+
+    def __init__(
+        self,
+        options: Sequence[str] = (),
+        *,
+        on_wait: Callable[[float], None] = lambda _: None,
+        command: Sequence[str] | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._command = [*(command or SERVE), "--port", "0", *options]
+        self._on_wait = on_wait
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> Self:
+        """Start it and wait until it is ready.
+
+        Raises:
+            ConnectionFailed: it ended, with its last lines, or is not ready after `timeout_s`.
+        """
+        started_s = time.perf_counter()
+        announced, announce = os.pipe()
+        with os.fdopen(announced, "rb") as reader:
+            try:
+                self._start(announce)
+            finally:
+                os.close(announce)
+            try:
+                self.url = json.loads(self._first_line(reader, started_s))["url"]
+            except BaseException:
+                self._stop()
+                raise
+        self.ready_s = time.perf_counter() - started_s
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def last_lines(self) -> str:
+        """The end of what it wrote to stdout and stderr."""
+        self._log.flush()
+        self._log.seek(0)
+        lines = self._log.read().decode("utf-8", "replace").rstrip().splitlines()
+        return "\n".join(lines[-_NUM_LAST_LINES:])
+
+    def _start(self, announce: int) -> None:
+        # Its own session: Ctrl-C reaches this process alone, which then stops the server.
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _stop
+        self._process = subprocess.Popen(
+            [*self._command, "--announce-fd", str(announce)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            pass_fds=[announce],
+            start_new_session=True,
+        )
+
+    def _first_line(self, reader: IO[bytes], started_s: float) -> bytes:
+        while not select.select([reader], [], [], _POLL_S)[0]:
+            waited_s = time.perf_counter() - started_s
+            self._on_wait(waited_s)
+            if waited_s > self._timeout_s:
+                raise ConnectionFailed(
+                    f"the local server is not ready after {waited_s:.0f} s:\n{self.last_lines()}"
+                )
+        line = reader.readline()
+        if not line:  # the only writer has closed it
+            status = self._process.wait(STOP_TIMEOUT_S)
+            raise ConnectionFailed(
+                f"the local server ended with status {status} before it was ready:\n"
+                + self.last_lines()
+            )
+        return line
+
+    def _stop(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        finally:
+            self._log.close()

@@ -1,0 +1,128 @@
+"""A server's voices over HTTP: list, add from a clip, delete. Blocking, standard library only."""
+
+import json
+import secrets
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from realtime.errors import ConnectionFailed, PlosiveError, VoiceError
+
+PATH = "/v1/voices"
+_SCHEMES = {"ws": "http", "wss": "https"}
+
+
+@dataclass(frozen=True)
+class Voice:
+    """A voice that sessions may ask for."""
+
+    name: str
+    text: str = ""  # what is said in its reference clip
+    duration_s: float = 0.0
+    is_builtin: bool = False
+    is_default: bool = False
+
+
+def list_voices(url: str) -> list[Voice]:
+    """Built-in voices first. `url` is the server's, like http://localhost:8765.
+
+    Raises:
+        ConnectionFailed: the server cannot be reached.
+    """
+    answer = _request("GET", url, PATH)
+    return [
+        _voice({**fields, "is_default": fields["name"] == answer.get("default")})
+        for fields in answer["voices"]
+    ]
+
+
+def add_voice(url: str, name: str, clip: Path, text: str) -> Voice:
+    """Add a voice from a recording, in any common audio format, and what is said in it.
+
+    Raises:
+        VoiceError: the name is taken or not valid, or the clip cannot be used; it says why.
+        ConnectionFailed: the server cannot be reached, or is busy (`retry_after_s`).
+        OSError: the clip cannot be read.
+    """
+    boundary = secrets.token_hex(16)
+    parts = [
+        _part(boundary, 'name="name"', name.encode()),
+        _part(boundary, 'name="text"', text.encode()),
+        _part(boundary, 'name="file"; filename="clip"', clip.read_bytes()),
+        f"--{boundary}--\r\n".encode(),
+    ]
+    content_type = f"multipart/form-data; boundary={boundary}"
+    return _voice(_request("POST", url, PATH, b"".join(parts), content_type))
+
+
+def delete_voice(url: str, name: str) -> None:
+    """Delete an added voice.
+
+    Raises:
+        VoiceError: there is none of that name, or it is built in.
+        ConnectionFailed: the server cannot be reached.
+    """
+    _request("DELETE", url, f"{PATH}/{quote(name, safe='')}")
+
+
+def _voice(fields: dict[str, Any]) -> Voice:
+    known = {name: fields[name] for name in Voice.__dataclass_fields__ if name in fields}
+    return Voice(**known)
+
+
+def _part(boundary: str, disposition: str, content: bytes) -> bytes:
+    head = f"--{boundary}\r\nContent-Disposition: form-data; {disposition}\r\n\r\n"
+    return head.encode() + content + b"\r\n"
+
+
+def _request(
+    method: str, url: str, path: str, body: bytes | None = None, content_type: str = ""
+) -> dict[str, Any]:
+    parts = urlsplit(url)
+    scheme = _SCHEMES.get(parts.scheme, parts.scheme)
+    if scheme not in ("http", "https") or not parts.netloc:
+        raise ConnectionFailed(
+            f"{url!r} is no server address; expected one like http://localhost:8765"
+        )
+    request = urllib.request.Request(
+        urlunsplit((scheme, parts.netloc, path, "", "")), data=body, method=method
+    )
+    if content_type:
+        request.add_header("Content-Type", content_type)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            text = response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refused(error) from error
+    except OSError as error:
+        raise ConnectionFailed(f"cannot connect to {url}: {error}. Is the server up?") from error
+    answer: dict[str, Any] = json.loads(text) if text else {}
+    return answer
+
+
+def _refused(error: urllib.error.HTTPError) -> PlosiveError:
+    body = error.read().decode("utf-8", "replace")
+    code, message = refusal(body)
+    if error.code in (429, 503):
+        retry_after = error.headers.get("Retry-After", "")
+        return ConnectionFailed(
+            message,
+            status=error.code,
+            retry_after_s=float(retry_after) if retry_after.isdecimal() else None,
+        )
+    if code is None:
+        return ConnectionFailed(f"status {error.code}: {message}", status=error.code)
+    return VoiceError(code, message)
+
+
+def refusal(body: str) -> tuple[str | None, str]:
+    """Code and message of a server's JSON refusal; of anything else, no code and its beginning."""
+    try:
+        error = json.loads(body)["error"]
+        return str(error["code"]), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        return None, body.strip()[:300]

@@ -1,0 +1,208 @@
+"""`plosive say` and `plosive voices` as a user runs them, against scripted servers."""
+
+import argparse
+import asyncio
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from clients import ConnectionFailed
+from clients.local_server import LocalServer
+from realtime.cli import say, voices
+from realtime.wire import SessionStart
+from tests.clients.scripted_server import scripted_server, talker
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTED = (sys.executable, "-m", "tests.clients.scripted_server")
+
+
+@pytest.fixture(autouse=True)
+def scripted_serve(monkeypatch):
+    """Where a local server is started, it is the scripted one."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("PLOSIVE_URL", raising=False)
+    monkeypatch.setattr("clients.local_server.SERVE", SCRIPTED)
+
+
+def run(command, *words: str) -> int:
+    parser = argparse.ArgumentParser(prog="plosive")
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words))
+
+
+def test_say_starts_a_local_server_and_saves(tmp_path, capsys) -> None:
+    path = tmp_path / "hello.wav"
+    assert run(say, "one two three", "--out", str(path)) == 0
+    output = capsys.readouterr().out
+    for part in ("ready ", "TTFA ", "audible ", "audio 0.18 s", "real-time factor ", "hello.wav"):
+        assert part in output
+    assert path.stat().st_size == 44 + 34 + 2 * 48_000 * 180 // 1000  # RIFF and INFO, 0.18 s
+
+
+async def test_say_uses_a_running_server(capsys) -> None:
+    async with scripted_server(talker) as server:
+        words = ("one", "--url", server.url, "--voice", "bob", "--seed", "3")
+        assert await asyncio.to_thread(_run_in_thread, words) == 0
+    start = server.received[0]
+    assert isinstance(start, SessionStart)
+    assert (start.voice, start.sampling.seed) == ("bob", 3)
+
+
+def _run_in_thread(words: tuple[str, ...]) -> int:
+    code = f"import sys; from realtime.__main__ import main; sys.exit(main(['say', *{words!r}]))"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+def test_say_reads_standard_input(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("one two\n"))
+    assert run(say, "-") == 0
+    assert "audio 0.12 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((" \n",), "the text is empty"),
+        (("hi", "--out", "hi.flac"), ".wav, .ogg, .opus, .mp3"),
+        (("hi", "--url", "http://localhost:1", "--model", "x"), "for a local server"),
+    ],
+)
+def test_say_wrong_usage_exits_2(words, message, capsys) -> None:
+    with pytest.raises(SystemExit) as exited:
+        run(say, *words)
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_say_errors_are_one_sentence(capsys, tmp_path) -> None:
+    assert run(say, "hi", "--model", "broken") == 1
+    error = capsys.readouterr().err
+    assert "ended with status 1 before it was ready" in error
+    assert "the model: it is broken" in error
+    assert "Traceback" not in error
+    assert run(say, "hi", "--url", "http://127.0.0.1:9") == 1
+    assert "cannot connect to" in capsys.readouterr().err
+    assert run(say, "hi", "--out", str(tmp_path / "missing" / "hi.wav")) == 1
+    assert "missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_say_stops_its_server(signal_number, tmp_path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    code = (
+        "import clients.local_server, sys\n"
+        f"clients.local_server.SERVE = {(*SCRIPTED, '--mute', str(fifo))!r}\n"
+        "from realtime.__main__ import main\n"
+        "sys.exit(main(['say', 'hello']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
+        server_pid = int(fifo.read_text())  # waits until the server has got the text
+        process.send_signal(signal_number)
+        _, error = process.communicate(timeout=20)
+    assert (process.returncode, error) == (130, b"")
+    with pytest.raises(ProcessLookupError):
+        os.kill(server_pid, 0)
+
+
+def test_a_local_server_that_dies_tells_why() -> None:
+    with (
+        pytest.raises(ConnectionFailed, match="it is broken"),
+        LocalServer(["--model", "broken"]),
+    ):
+        pass
+
+
+def test_a_local_server_reports_progress_and_runs_as_long_as_the_block() -> None:
+    waited_s = []
+    with LocalServer(on_wait=waited_s.append) as server:
+        assert server.is_running
+        assert server.url.startswith("http://127.0.0.1:")
+        assert waited_s == sorted(waited_s)
+    assert not server.is_running
+
+
+async def test_voices_list(capsys) -> None:
+    async with scripted_server(talker) as server:
+        assert await asyncio.to_thread(run, voices, "--url", server.url) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [["ann", "default"], ["bob", "built"]]
+
+
+class VoiceHandler(BaseHTTPRequestHandler):
+    """Adds `eve`, and has no other voice to delete."""
+
+    uploads: ClassVar[list[bytes]] = []
+
+    def do_POST(self) -> None:
+        self.uploads.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.answer(201, {"name": "eve", "text": "hi", "duration_s": 1.5, "new_field": 1})
+
+    def do_DELETE(self) -> None:
+        if self.path.endswith("/eve"):
+            self.answer(204)
+        else:
+            self.answer(404, {"error": {"code": "voice_not_found", "message": "no voice 'bob'"}})
+
+    def answer(self, status: int, content: object = None) -> None:
+        body = json.dumps(content).encode() if content else b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+@pytest.fixture
+def voice_server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), VoiceHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_voices_add_and_delete(voice_server, tmp_path, capsys) -> None:
+    clip = tmp_path / "clip.wav"
+    clip.write_bytes(b"RIFF\0\xff\r\n--")
+    words = ("add", "eve", "--clip", str(clip), "--text", "hi", "--url", voice_server)
+    assert run(voices, *words) == 0
+    assert run(voices, "delete", "eve", "--url", voice_server) == 0
+    assert capsys.readouterr().out == "added eve (1.5 s)\ndeleted eve\n"
+    assert clip.read_bytes() in VoiceHandler.uploads[0]
+    assert run(voices, "delete", "bob", "--url", voice_server) == 1
+    assert capsys.readouterr().err == "plosive voices: no voice 'bob'\n"
+    assert run(voices, "add", "eve", "--clip", "/missing.wav", "--text", "hi") == 1
+    assert "missing.wav" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("add",), ("delete",), ("list", "x"), ("add", "eve")])
+def test_voices_wrong_usage_exits_2(words) -> None:
+    with pytest.raises(SystemExit) as exited:
+        run(voices, *words)
+    assert exited.value.code == 2
+
+
+def test_help_is_fast_to_reach_and_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from realtime.__main__ import main\n"
+        "main([sys.argv[1], '--help'])"
+    )
+    for command in ("say", "voices"):
+        result = subprocess.run(
+            [sys.executable, "-c", code, command], capture_output=True, text=True, check=True
+        )
+        assert "--url" in result.stdout
