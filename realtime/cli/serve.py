@@ -1,0 +1,190 @@
+"""`plosive serve`: bind, load, serve until a signal, drain."""
+
+import argparse
+import asyncio
+import errno
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from realtime import config as options
+from realtime.config import ServerConfig
+from realtime.errors import PlosiveError
+from realtime.hub import Hub
+from realtime.pingpong.api import Engine
+from realtime.server import create_app
+from realtime.voices import VoiceStore
+from realtime.websocket import PlosiveWebSocket
+from realtime.wire import MAX_MESSAGE_BYTES
+
+EngineFactory = Callable[[ServerConfig], Engine]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_arguments(parser, ServerConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        config = options.from_args(args)
+    except PlosiveError as error:
+        print(f"plosive serve: {error.message}", file=sys.stderr)
+        return 2
+    return serve(config, load_engine)
+
+
+def load_engine(config: ServerConfig) -> Engine:
+    """The ping-pong engine on the configured model; the only function here that needs torch."""
+    import torch
+
+    import model
+    from model.errors import ModelError
+    from model.speech_model import load_speech_model
+    from realtime.pingpong.engine import EngineConfig, PingPongEngine
+
+    is_embedded = config.model == "embedded"
+    path = Path(model.__file__).parent / "embedded" if is_embedded else Path(config.model)
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        if not path.is_dir():
+            raise ModelError(f"there is no checkpoint directory {path}")
+        speech_model = load_speech_model(path, name=path.name, device=device)
+    except (ModelError, OSError, RuntimeError) as error:
+        raise PlosiveError("model_unusable", f"cannot load the model: {error}") from error
+    return PingPongEngine(
+        speech_model,
+        EngineConfig(num_slots=config.max_slots, num_threads=config.num_threads or 1),
+    )
+
+
+def serve(config: ServerConfig, engine_factory: EngineFactory) -> int:
+    """Run the server until it is told to stop. Returns the exit code.
+
+    The port is taken before the model is loaded, so that a port in use is known at once;
+    connections made meanwhile wait.
+    """
+    started_s = time.monotonic()
+    try:
+        sock = bind(config.host, config.port)
+        engine = engine_factory(config)
+        return asyncio.run(_serve(config, engine, sock, started_s))
+    except PlosiveError as error:
+        print(f"plosive: {error.message}", file=sys.stderr)
+        return 1
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, or a PlosiveError `address_unusable` that says why not."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"port {port} on {host} is in use; choose another with --port (0: any free one)"
+        else:
+            why = f"cannot listen on {host}, port {port}: {error.strerror or error}"
+        raise PlosiveError("address_unusable", why) from error
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, whose shutdown begins with the hub's drain. A second signal cuts it short.
+
+    Signals are not raised again afterwards: a drained server ends with exit code 0.
+    """
+
+    def __init__(self, config: uvicorn.Config, hub: Hub, drain_s: float) -> None:
+        super().__init__(config)
+        self._hub = hub
+        self._drain_s = drain_s
+        self._drain: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            if self._drain is not None:
+                self._drain.get_loop().call_soon_threadsafe(self._drain.cancel)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._drain = asyncio.ensure_future(self._hub.drain(self._drain_s))
+        await asyncio.wait((self._drain,))
+        await super().shutdown(sockets)
+
+
+def make_server(engine: Engine, config: ServerConfig) -> tuple[DrainingServer, Hub]:
+    """The whole server, not yet running, and the hub that knows when it is ready."""
+    info = engine.info
+    voices = VoiceStore(
+        info.builtin_voices_path,
+        config.resolved_voices_dir(),
+        model_name=info.model_name,
+        num_codebooks=info.num_codebooks,
+        max_voices=config.max_voices,
+    )
+    app = create_app(engine, config, voices)
+    hub: Hub = app.state.hub
+    uvicorn_config = uvicorn.Config(
+        app,
+        ws=PlosiveWebSocket,
+        ws_max_size=4 * MAX_MESSAGE_BYTES,  # that many characters; beyond it the close is 1009
+        ws_ping_interval=config.ping_interval_s,
+        ws_ping_timeout=config.ping_timeout_s,
+        ws_per_message_deflate=False,  # audio does not shrink; zlib costs memory per connection
+        log_level=config.log_level,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=2,
+    )
+    return DrainingServer(uvicorn_config, hub, config.drain_s), hub
+
+
+async def _serve(
+    config: ServerConfig, engine: Engine, sock: socket.socket, started_s: float
+) -> int:
+    server, hub = make_server(engine, config)
+    announcing = asyncio.create_task(_announce(config, engine, hub, sock, started_s))
+    announcing.add_done_callback(lambda task: _stop_if_failed(server, task))
+    await server.serve(sockets=[sock])
+    announcing.cancel()
+    await asyncio.wait((announcing,))
+    return 0 if announcing.cancelled() or announcing.exception() is None else 1
+
+
+async def _announce(
+    config: ServerConfig, engine: Engine, hub: Hub, sock: socket.socket, started_s: float
+) -> None:
+    """Say where the server listens once it admits sessions; never before."""
+    try:
+        await hub.wait_until_ready()
+    except Exception as error:
+        print(f"plosive: the model cannot be served: {error}", file=sys.stderr)
+        raise
+    url, ready_s = _url(config.host, sock), time.monotonic() - started_s
+    print(
+        f"Plosive listening on {url} (model {engine.info.model_name}, "
+        f"{engine.info.num_slots} slots, ready in {ready_s:.1f} s)",
+        flush=True,
+    )
+    if config.announce_fd is not None:
+        announcement = {"url": url, "port": sock.getsockname()[1], "ready_s": round(ready_s, 3)}
+        with os.fdopen(config.announce_fd, "w") as pipe:
+            pipe.write(json.dumps(announcement) + "\n")
+
+
+def _stop_if_failed(server: DrainingServer, task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        server.should_exit = True
+
+
+def _url(host: str, sock: socket.socket) -> str:
+    port = sock.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,163 @@
+"""Every option of the server: one frozen dataclass, from which CLI and environment are generated.
+
+An option `write_stall_s` is `--write-stall-s` on the command line and `PLOSIVE_WRITE_STALL_S` in
+the environment; the command line wins. `OTHER_ENV` lists the variables that are no server option.
+Nothing is read at import, and an unknown variable or value is an error that names the valid ones.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realtime.errors import PlosiveError
+
+ENV_PREFIX = "PLOSIVE_"
+OTHER_ENV: dict[str, str] = {
+    "PLOSIVE_URL": "clients: the server that `plosive say` and `plosive voices` talk to",
+    "PLOSIVE_CACHE_DIR": "ops: where compiled kernels are kept",
+}
+
+
+class ConfigError(PlosiveError):
+    """An option that does not exist or whose value makes no sense."""
+
+    default_code = "invalid_config"
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Options of `plosive serve`."""
+
+    host: str = _option("127.0.0.1", "address to listen on")
+    port: int = _option(8765, "port to listen on; 0 takes any free one")
+    model: str = _option("embedded", '"embedded", or the path of a checkpoint directory')
+    device: str = _option("auto", '"auto", "cpu", "cuda" or "cuda:N"')
+    num_threads: int = _option(0, "CPU threads of the model; 0 leaves the choice to the model")
+    max_slots: int = _option(4, "sessions served at the same time; more are refused with 503")
+    max_lead_ms: int = _option(2_000, "audio rendered ahead of playback, unless a session asks")
+    max_lead_cap_ms: int = _option(60_000, "the most lead that a session may ask for")
+    voices_dir: Path | None = _option(None, "added voices; default: plosive/voices in user data")
+    max_voices: int = _option(256, "added voices kept")
+    max_clip_bytes: int = _option(20 * 1024 * 1024, "size of an uploaded reference clip")
+    max_clip_s: float = _option(30.0, "length of an uploaded reference clip")
+    high_water_ms: int = _option(1_000, "audio the socket has not taken at which a stream pauses")
+    low_water_ms: int = _option(500, "... and below which it goes on")
+    write_stall_s: float = _option(30.0, "a client that reads nothing for so long is closed (4001)")
+    idle_timeout_s: float = _option(600.0, "a session without a message or audio closes (4000)")
+    idle_warning_s: float = _option(30.0, "how long before that close the client is warned")
+    ping_interval_s: float = _option(10.0, "time between WebSocket pings")
+    ping_timeout_s: float = _option(20.0, "a client that answers no ping for so long is dropped")
+    drain_s: float = _option(20.0, "on SIGTERM: time for current turns to finish")
+    announce_fd: int | None = _option(None, "file descriptor that gets one JSON line when ready")
+    log_level: str = _option("warning", "critical, error, warning, info or debug")
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "max_voices", "max_clip_bytes", "high_water_ms"):
+            self._check(name, getattr(self, name) >= 1, "at least 1")
+        self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
+        self._check("num_threads", self.num_threads >= 0, "0 or more")
+        self._check("max_lead_cap_ms", self.max_lead_cap_ms >= 40, "at least 40")
+        cap_ms = self.max_lead_cap_ms
+        self._check("max_lead_ms", 40 <= self.max_lead_ms <= cap_ms, f"40 to {cap_ms}")
+        top_ms = self.high_water_ms
+        self._check("low_water_ms", 0 <= self.low_water_ms < top_ms, f"0 to below {top_ms}")
+        for name in ("max_clip_s", "write_stall_s", "idle_timeout_s", "ping_interval_s"):
+            self._check(name, getattr(self, name) > 0, "more than 0")
+        for name in ("ping_timeout_s", "idle_warning_s", "drain_s"):
+            self._check(name, getattr(self, name) >= 0, "0 or more")
+        levels = ("critical", "error", "warning", "info", "debug")
+        self._check("log_level", self.log_level in levels, "one of " + ", ".join(levels))
+
+    def _check(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            raise ConfigError(
+                message=f"{name}: got {getattr(self, name)!r}, expected {expected}", param=name
+            )
+
+    def resolved_voices_dir(self) -> Path:
+        """Where added voices live; nothing is created before one is added."""
+        if self.voices_dir is not None:
+            return self.voices_dir
+        data_home = os.environ.get("XDG_DATA_HOME")
+        base = Path(data_home) if data_home else Path.home() / ".local" / "share"
+        return base / "plosive" / "voices"
+
+
+# ---------------------------------------------------------------------------- generated from it
+
+
+def add_arguments(parser: argparse.ArgumentParser, config_type: type[ServerConfig]) -> None:
+    """One `--option` per field, with the field's help text and default."""
+    for option in dataclasses.fields(config_type):
+        parser.add_argument(
+            "--" + option.name.replace("_", "-"),
+            dest=option.name,
+            default=argparse.SUPPRESS,  # so that the environment is asked before the default
+            metavar=_parser_of(config_type, option.name).__name__.upper(),
+            type=_parser_of(config_type, option.name),
+            help=f"{option.metadata['help']} (default: {option.default})".replace("%", "%%"),
+        )
+
+
+def from_args(
+    args: argparse.Namespace,
+    config_type: type[ServerConfig] = ServerConfig,
+    environ: Mapping[str, str] | None = None,
+) -> ServerConfig:
+    """Command line over environment over defaults.
+
+    Raises:
+        ConfigError: an unknown `PLOSIVE_*` variable, or a value out of range.
+    """
+    values = _from_environ(config_type, os.environ if environ is None else environ)
+    names = {option.name for option in dataclasses.fields(config_type)}
+    values |= {name: value for name, value in vars(args).items() if name in names}
+    return config_type(**values)
+
+
+def _from_environ(config_type: type[ServerConfig], environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {ENV_PREFIX + f.name.upper(): f.name for f in dataclasses.fields(config_type)}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable in OTHER_ENV:
+            continue
+        if variable not in names:
+            valid = ", ".join(sorted([*names, *OTHER_ENV]))
+            raise ConfigError(message=f"unknown environment variable {variable}; valid: {valid}")
+        name = names[variable]
+        try:
+            values[name] = _parser_of(config_type, name)(text)
+        except ValueError as error:
+            raise ConfigError(message=f"{variable}: {error}", param=name) from error
+    return values
+
+
+def _parser_of(config_type: type[ServerConfig], name: str) -> type[Any]:
+    """The field's type without `None`."""
+    hint = typing.get_type_hints(config_type)[name]
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    parsers: dict[Any, Any] = {int: int, str: str, float: _float, Path: Path}
+    parser: type[Any] = parsers[hint]
+    return parser
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"got {text}, expected a finite number")
+    return value
+
+
+_float.__name__ = "float"  # argparse names the type in its messages

@@ -1,0 +1,248 @@
+"""One client's socket: reads frames, applies the session's actions, writes what waits.
+
+Three tasks in one group: reader, writer, idle watch. The first to end ends the others; whatever the
+reason, the slot is given up at once. Nothing here waits for another connection or for the engine.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from fastapi import WebSocket, WebSocketDisconnect
+
+from realtime import wire
+from realtime.config import ServerConfig
+from realtime.egress import LoopEvent
+from realtime.errors import CLOSE_CODE, EngineError, PlosiveError
+from realtime.metrics import Metrics
+from realtime.outbox import Audio, Closing, Item, Outbox, Text
+from realtime.pingpong.messages import CloseSlot, Command, SlotFailed, SlotRef
+from realtime.session.actions import (
+    Action,
+    Bump,
+    Close,
+    Drop,
+    OpenEncoder,
+    Send,
+    SendAudio,
+    Submit,
+)
+from realtime.session.core import Session
+
+ABORT_EXTENSION = "plosive.close_now"  # ASGI scope extension of `realtime.websocket`
+
+logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """What a connection may do to the engine's side; implemented by `realtime.hub`."""
+
+    def submit(self, command: Command) -> None: ...
+
+    def set_blocked(self, slot: SlotRef, is_blocked: bool) -> None: ...
+
+    def bump(self, slot: SlotRef) -> SlotRef: ...
+
+    def open_encoder(self, slot: SlotRef, audio_format: wire.AudioFormat) -> None: ...
+
+
+class Connection:
+    """Create it when the upgrade is accepted; `run` returns when the socket is done with."""
+
+    def __init__(
+        self,
+        websocket: WebSocket,
+        session: Session,
+        engine: Backend,
+        config: ServerConfig,
+        metrics: Metrics,
+    ) -> None:
+        self._websocket = websocket
+        self._session = session
+        self._engine = engine
+        self._config = config
+        self._metrics = metrics
+        self._outbox = Outbox()
+        self._slot = session.slot
+        self._is_blocked = False
+        self._active_s = time.monotonic()
+        self._ended = asyncio.Event()
+
+    # ------------------------------------------------------------------ for the hub
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                parts = (self._read, self._write, self._watch_idle)
+                tasks = [group.create_task(self._until_end(part)) for part in parts]
+                await self._ended.wait()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self.apply(self._session.disconnected(time.perf_counter_ns()))
+
+    def engine_event(self, event: LoopEvent) -> None:
+        """An event of this connection's slot, from the egress thread."""
+        now_ns = time.perf_counter_ns()
+        if isinstance(event, SlotFailed):  # of whatever generation: the slot cannot go on
+            self.fail(EngineError("engine_error", event.message))
+        else:
+            self.apply(self._session.engine_event(event, now_ns))
+
+    def shut_down(self, reason: str) -> None:
+        self.apply(self._session.shut_down(reason, time.perf_counter_ns()))
+
+    def fail(self, error: PlosiveError) -> None:
+        error.fatal = True
+        self.apply(self._session.fail(error, time.perf_counter_ns()))
+
+    # ------------------------------------------------------------------ the session's actions
+
+    def apply(self, actions: Sequence[Action]) -> None:
+        """All of them, in order. If the engine refuses a command, its successors are not submitted
+        (`CloseSlot` excepted) and the session fails."""
+        refusal: EngineError | None = None
+        for action in actions:
+            if isinstance(action, Submit):
+                if refusal is None or isinstance(action.command, CloseSlot):
+                    refusal = self._submit(action.command) or refusal
+            else:
+                self._apply(action)
+        self._update_blocked()
+        if refusal is not None:
+            self.fail(refusal)
+
+    def _submit(self, command: Command) -> EngineError | None:
+        try:
+            self._engine.submit(command)
+        except EngineError as error:
+            return error
+        return None
+
+    def _apply(self, action: Action) -> None:
+        match action:
+            case Bump():
+                self._slot = self._engine.bump(self._slot)
+                assert self._slot == action.slot, (self._slot, action.slot)
+            case OpenEncoder():
+                self._engine.open_encoder(action.slot, action.format)
+            case SendAudio():
+                self._put_audio(action)
+            case Send():
+                self._put_message(action.message)
+            case Drop():
+                self._outbox.drop(action.turn_id)
+            case Close():
+                self._outbox.put(Closing(action.code, action.reason))
+
+    def _put_audio(self, action: SendAudio) -> None:
+        self._active_s = time.monotonic()
+        for packet in action.packets:
+            audio = Audio(wire.pack_audio(packet), action.turn_id, float(wire.PACKET_MS))
+            self._outbox.put(audio)
+
+    def _put_message(self, message: wire.ServerMessage) -> None:
+        turn_id = message.turn_id if isinstance(message, wire.TurnText) else None
+        self._outbox.put(Text(wire.encode(message), turn_id))
+        match message:
+            case wire.TurnDone():
+                self._metrics.turn_done(message.metrics)
+            case wire.TurnCancelled():
+                self._metrics.turns.labels("cancelled").inc()
+            case wire.SessionReady():
+                self._metrics.ready.observe(message.prefill_ms / 1000.0)
+            case wire.Error():
+                self._metrics.errors.labels(message.code).inc()
+
+    def _update_blocked(self) -> None:
+        """Pause the stream above the high-water mark, resume it below the low one."""
+        if self._session.is_closed:
+            return
+        limit_ms = self._config.low_water_ms if self._is_blocked else self._config.high_water_ms
+        is_blocked = self._outbox.audio_ms > limit_ms
+        if is_blocked != self._is_blocked:
+            self._is_blocked = is_blocked
+            self._engine.set_blocked(self._slot, is_blocked)
+            self._metrics.blocked.inc(is_blocked)
+
+    # ------------------------------------------------------------------ tasks
+
+    async def _until_end(self, part: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await part()
+        except WebSocketDisconnect:
+            pass
+        except Exception:  # the client is told, the other clients go on
+            logger.exception("session %s failed", self._session.session_id)
+            self.fail(PlosiveError("internal_error", "the server failed; its log says why"))
+            if part != self._write:
+                return  # the writer says so and ends
+        self._ended.set()
+
+    async def _read(self) -> None:
+        while True:
+            message = await self._websocket.receive()
+            if message["type"] == "websocket.disconnect":
+                return
+            self._active_s = time.monotonic()
+            now_ns = time.perf_counter_ns()
+            text, data = message.get("text"), message.get("bytes")
+            if text is not None:
+                self.apply(self._session.receive_text(text, now_ns))
+            else:
+                self.apply(self._session.receive_binary(len(data or b""), now_ns))
+            await self._outbox.wait_for_room()
+            await asyncio.sleep(0)  # a burst of messages must not keep the other clients waiting
+
+    async def _write(self) -> None:
+        while True:
+            item = await self._outbox.take()
+            try:
+                async with asyncio.timeout(self._config.write_stall_s):
+                    await self._send(item)
+            except TimeoutError:
+                return self._close_stalled()
+            if isinstance(item, Closing):
+                return None
+            self._outbox.taken(item)
+            self._update_blocked()
+
+    async def _send(self, item: Item) -> None:
+        match item:
+            case Text():
+                await self._websocket.send_text(item.frame)
+            case Audio():
+                await self._websocket.send_bytes(item.frame)
+            case Closing():
+                await self._websocket.close(item.code, item.reason[:120])
+
+    def _close_stalled(self) -> None:
+        """The socket takes nothing, a close frame included: write that one past the flow control
+        where the server offers it, and let the client find it behind what it has not read."""
+        code = "client_too_slow"
+        self._metrics.errors.labels(code).inc()
+        close_now = self._websocket.scope["extensions"].get(ABORT_EXTENSION)
+        if close_now is not None:
+            close_now(CLOSE_CODE[code], f"nothing was read for {self._config.write_stall_s:g} s")
+
+    async def _watch_idle(self) -> None:
+        """Warn once before the limit, close at it. Messages and audio count as activity."""
+        limit_s = self._config.idle_timeout_s
+        warn_s = max(0.0, limit_s - self._config.idle_warning_s)
+        warned_of_s: float | None = None
+        while True:
+            active_s = self._active_s
+            is_warned = warned_of_s == active_s
+            due_s = active_s + (limit_s if is_warned else warn_s)
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            if self._active_s != active_s:
+                continue
+            if is_warned:
+                self.fail(PlosiveError("idle_timeout", f"nothing happened for {limit_s:g} s"))
+                await asyncio.Event().wait()  # until the writer has sent the close
+            warned_of_s = active_s
+            left_s = limit_s - warn_s
+            warning = f"the session is idle and closes in {left_s:g} s unless something is sent"
+            self._put_message(wire.Warn(code="idle", message=warning))

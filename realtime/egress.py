@@ -1,0 +1,231 @@
+"""The egress thread: engine events in, encoded audio out to the event loop, in order per slot.
+
+Two bounded queues, one policy: whoever fills a queue waits. When the event loop falls behind, the
+egress thread waits for it; when the egress thread falls behind, the engine's codec thread waits.
+Waiting slows audio that is ahead of its listener anyway; dropping would be heard.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from realtime.audio_encoder import AudioEncoder
+from realtime.metrics import Metrics
+from realtime.pingpong.api import SlotTable
+from realtime.pingpong.messages import (
+    Event,
+    FramePcm,
+    SlotClosed,
+    SlotFailed,
+    SlotRef,
+    TurnEnd,
+)
+from realtime.session.actions import EncodedAudio, EncodedPacket
+from realtime.wire import AudioFormat
+
+_MAX_INBOX = 512  # events of the engine; 64 slots x 8 frames
+_MAX_OUTBOX = 4_096  # events the event loop has not taken
+_MAX_BURST_S = 0.002  # encoded before the loop is woken: later streams' packets must not hold up
+_POLL_S = 0.1  # how often a waiting thread looks whether it should stop
+
+logger = logging.getLogger(__name__)
+
+LoopEvent = Event | EncodedAudio
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A slot's encoder and the turn it is in."""
+
+    encoder: AudioEncoder
+    slot: SlotRef
+    turn_id: int = -1
+    segment: int = 0
+    num_frames: int = 0
+
+    def is_at(self, slot: SlotRef, turn_id: int) -> bool:
+        return self.slot == slot and self.turn_id == turn_id
+
+    def start_turn(self, slot: SlotRef, turn_id: int) -> None:
+        self.encoder.reset()
+        self.slot, self.turn_id, self.segment, self.num_frames = slot, turn_id, 0, 0
+
+
+class Egress:
+    """`put` takes events on any engine thread; `deliver` gets them on the event loop."""
+
+    def __init__(
+        self,
+        codec_rate: int,
+        slots: SlotTable,
+        deliver: Callable[[LoopEvent], None],
+        metrics: Metrics,
+    ) -> None:
+        self._codec_rate = codec_rate
+        self._slots = slots
+        self._deliver = deliver
+        self._metrics = metrics
+        self._streams: dict[int, _Stream] = {}  # by slot.idx; added by the loop, removed here
+        self._inbox: queue.Queue[Event] = queue.Queue(_MAX_INBOX)
+        self._outbox: list[LoopEvent] = []
+        self._outbox_changed = threading.Condition()
+        self._is_wake_scheduled = False
+        self._is_stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="plosive-egress", daemon=True)
+
+    # ------------------------------------------------------------------ event loop
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the engine has; what is still queued is discarded."""
+        self._is_stopping = True
+        if self._thread.is_alive():
+            self._thread.join()
+        self._streams.clear()
+
+    def open_encoder(self, slot: SlotRef, audio_format: AudioFormat) -> None:
+        """Make the slot's encoder (30 to 110 us), before the engine hears of the slot."""
+        self._streams[slot.idx] = _Stream(AudioEncoder(audio_format, self._codec_rate), slot)
+
+    @property
+    def num_encoders(self) -> int:
+        return len(self._streams)
+
+    @property
+    def num_queued(self) -> int:
+        return self._inbox.qsize()
+
+    def _take(self) -> None:
+        with self._outbox_changed:
+            events, self._outbox = self._outbox, []
+            self._is_wake_scheduled = False
+            self._outbox_changed.notify()
+        for event in events:
+            self._deliver(event)
+
+    # ------------------------------------------------------------------ engine threads
+
+    def put(self, event: Event) -> None:
+        """The engine's sink. Waits while the queue is full; drops everything once stopping."""
+        while not self._is_stopping:
+            try:
+                self._inbox.put(event, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return
+
+    # ------------------------------------------------------------------ egress thread
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                event = self._inbox.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            self._post(self._burst(event))
+
+    def _burst(self, event: Event | None) -> list[LoopEvent]:
+        """Process what is queued, for `_MAX_BURST_S` at most."""
+        burst: list[LoopEvent] = []
+        end_s = time.perf_counter() + _MAX_BURST_S
+        while event is not None:
+            burst += self._process(event)
+            event = None
+            if time.perf_counter() < end_s:
+                try:
+                    event = self._inbox.get_nowait()
+                except queue.Empty:
+                    break
+        return burst
+
+    def _post(self, burst: list[LoopEvent]) -> None:
+        with self._outbox_changed:
+            while len(self._outbox) >= _MAX_OUTBOX and not self._is_stopping:
+                self._outbox_changed.wait(_POLL_S)
+            self._outbox += burst
+            if not burst or self._is_wake_scheduled or self._is_stopping:
+                return
+            self._is_wake_scheduled = True
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._take)
+        except RuntimeError:  # the loop is closed: nobody is left to hear it
+            self._is_stopping = True
+
+    def _process(self, event: Event) -> list[LoopEvent]:
+        try:
+            return self._encode(event)
+        except Exception as error:  # one stream's failure must not silence the others
+            logger.exception("encoding failed")
+            return [SlotFailed(event.slot, f"encoding failed: {error}")]
+
+    def _encode(self, event: Event) -> list[LoopEvent]:
+        match event:
+            case FramePcm():
+                return self._encode_frames(event)
+            case TurnEnd():
+                return [*self._encode_tail(event), event]
+            case SlotClosed():
+                self._streams.pop(event.slot.idx, None)
+        return [event]
+
+    def _encode_frames(self, event: FramePcm) -> list[LoopEvent]:
+        stream = self._streams.get(event.slot.idx)
+        if stream is None or not self._slots.is_current(event.slot):
+            self._metrics.stale_frames.inc(event.num_frames)
+            return []
+        started_s = time.perf_counter()
+        if not stream.is_at(event.slot, event.turn_id):
+            stream.start_turn(event.slot, event.turn_id)
+        stream.segment = event.segment
+        stream.num_frames += event.num_frames
+        packets = stream.encoder.push(event.pcm)
+        self._metrics.frames.inc(event.num_frames)
+        self._account(packets, started_s)
+        return [
+            EncodedAudio(
+                event.slot,
+                event.turn_id,
+                event.segment,
+                event.first_frame,
+                event.num_frames,
+                packets,
+                is_last=False,
+                num_samples=stream.encoder.num_samples,
+            )
+        ]
+
+    def _encode_tail(self, event: TurnEnd) -> list[LoopEvent]:
+        stream = self._streams.get(event.slot.idx)
+        if stream is None or not self._slots.is_current(event.slot):
+            return []
+        if not stream.is_at(event.slot, event.turn_id):
+            return []  # a turn without frames
+        started_s = time.perf_counter()
+        packets = stream.encoder.finish()
+        self._account(packets, started_s)
+        tail = EncodedAudio(
+            event.slot,
+            event.turn_id,
+            stream.segment,
+            stream.num_frames,
+            num_frames=0,
+            packets=packets,
+            is_last=True,
+            num_samples=stream.encoder.num_samples,
+        )
+        stream.turn_id = -1
+        return [tail]
+
+    def _account(self, packets: tuple[EncodedPacket, ...], started_s: float) -> None:
+        self._metrics.encode.observe(time.perf_counter() - started_s)
+        self._metrics.packets.inc(len(packets))
+        self._metrics.audio_bytes.inc(sum(len(packet.payload) for packet in packets))

@@ -1,0 +1,234 @@
+"""Who sits in which slot: admission, the engine's events, readiness, drain. Event loop only.
+
+A slot is taken by one connection from the accepted upgrade until the engine answers `SlotClosed`;
+until then no other connection gets it, and every event of the slot goes to that connection.
+"""
+
+import asyncio
+import logging
+import secrets
+from enum import Enum
+
+from fastapi import WebSocket
+
+from realtime.audio_encoder import pre_skip_samples
+from realtime.config import ServerConfig
+from realtime.connection import Connection
+from realtime.egress import Egress, LoopEvent
+from realtime.errors import CapacityError, EngineError, PlosiveError
+from realtime.metrics import Metrics
+from realtime.pingpong.api import Engine
+from realtime.pingpong.messages import CloseSlot, Command, SlotClosed, SlotFailed, SlotRef
+from realtime.session.core import Session
+from realtime.session.limits import SessionLimits
+from realtime.voices import VoiceStore
+from realtime.wire import AudioFormat, EffectiveFormat
+
+_RETRY_CLOSE_S = 0.01  # when the engine's inbox is full
+_CLOSE_GRACE_S = 1.0  # after the drain deadline, for the closes to be written
+
+logger = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """`READY` admits sessions; the values are what `/ready` gives as the reason."""
+
+    STARTING = "the model is being warmed up"
+    READY = "ready"
+    DRAINING = "the server is shutting down"
+    FAILED = "the engine has failed"
+
+
+class NotReady(CapacityError):
+    default_code = "not_ready"
+
+
+class Hub:
+    """One per server."""
+
+    def __init__(
+        self, engine: Engine, config: ServerConfig, voices: VoiceStore, metrics: Metrics
+    ) -> None:
+        self.state = State.STARTING
+        self._engine = engine
+        self._config = config
+        self._voices = voices
+        self._metrics = metrics
+        self._limits = SessionLimits(
+            default_max_lead_ms=config.max_lead_ms,
+            max_lead_ms=config.max_lead_cap_ms,
+            drain_deadline_ms=round(config.drain_s * 1000),
+        )
+        self.egress = Egress(engine.info.sample_rate, engine.slots, self._deliver, metrics)
+        self._tenants: dict[int, Connection] = {}  # by slot.idx, until SlotClosed
+        self._running: set[Connection] = set()
+        self.slot_released = asyncio.Event()  # set and cleared at once: wakes who waits for a slot
+        self._all_gone = asyncio.Event()
+        self._all_gone.set()
+        self._warm_up: asyncio.Task[None] | None = None
+        self._is_warm = asyncio.Event()
+        self._failure: Exception | None = None
+        self._watch_metrics()
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the threads and warm the engine up; `wait_until_ready` tells how it went."""
+        loop = asyncio.get_running_loop()
+        self.egress.start(loop)
+        self._engine.start(self.egress.put)
+        self._warm_up = loop.create_task(self._warm())
+
+    async def wait_until_ready(self) -> None:
+        """Raises what made the warm-up fail."""
+        await self._is_warm.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _warm(self) -> None:
+        try:
+            voice = self._voices.get(self._engine.info.default_voice)
+            await asyncio.to_thread(self._engine.warm_up, (voice,))
+        except Exception as error:  # told by `wait_until_ready` and `/ready`
+            logger.exception("the warm-up failed")
+            self.state = State.FAILED
+            self._failure = error
+        if self.state is State.STARTING:
+            self.state = State.READY
+        self._is_warm.set()
+
+    async def drain(self, deadline_s: float) -> None:
+        """No new sessions; let current turns end, until the deadline; then close what is left."""
+        self.state = State.DRAINING
+        for connection in list(self._running):
+            connection.shut_down("shutting_down")
+        if await self._wait_all_gone(deadline_s):
+            return
+        logger.warning("closing %d sessions at the drain deadline", len(self._running))
+        for connection in list(self._running):
+            connection.fail(PlosiveError("shutting_down", "the server shuts down"))
+        await self._wait_all_gone(_CLOSE_GRACE_S)
+
+    async def stop(self) -> None:
+        if self.state is not State.FAILED:
+            self.state = State.DRAINING
+        if self._warm_up is not None:
+            await self._warm_up  # its thread cannot be interrupted
+        await asyncio.to_thread(self._engine.stop)
+        await asyncio.to_thread(self.egress.stop)
+
+    async def _wait_all_gone(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._all_gone.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # ------------------------------------------------------------------ admission
+
+    def admit(self) -> SlotRef:
+        """A slot for a connection that is about to be accepted. `serve` or `give_back` it.
+
+        Raises:
+            CapacityError: `at_capacity`, or `not_ready` while starting, draining or failed.
+        """
+        if self.state is not State.READY:
+            self._metrics.refused.labels("not_ready").inc()
+            raise NotReady(self.state.value)
+        slot = self._engine.slots.acquire()
+        if slot is None:
+            self._metrics.refused.labels("at_capacity").inc()
+            num_slots = self._engine.info.num_slots
+            raise CapacityError(f"all {num_slots} slots are taken; try again shortly")
+        self._engine.set_blocked(slot, False)  # whatever the last tenant left
+        return slot
+
+    def give_back(self, slot: SlotRef) -> None:
+        """The upgrade failed after `admit`."""
+        self.submit(CloseSlot(self._engine.slots.bump(slot)))
+
+    async def serve(self, websocket: WebSocket, slot: SlotRef) -> None:
+        """Run the accepted connection to its end."""
+        session = Session(
+            session_id=secrets.token_hex(8),
+            slot=slot,
+            info=self._engine.info,
+            find_voice=self._voices.get,
+            limits=self._limits,
+            make_seed=lambda: secrets.randbits(63),
+            describe_format=_effective_format,
+        )
+        connection = Connection(websocket, session, self, self._config, self._metrics)
+        self._tenants[slot.idx] = connection
+        self._running.add(connection)
+        self._all_gone.clear()
+        self._metrics.sessions_opened.inc()
+        try:
+            await connection.run()
+        finally:
+            self._running.discard(connection)
+            if not self._running:
+                self._all_gone.set()
+
+    # ------------------------------------------------------------------ towards the engine
+
+    def submit(self, command: Command) -> None:
+        """Raises EngineError. `CloseSlot` is never refused: a lost one would lose the slot."""
+        try:
+            self._engine.submit(command)
+        except EngineError as error:
+            if error.code != "engine_overloaded":
+                self._fail(error)
+            if not isinstance(command, CloseSlot):
+                raise
+            if self.state is not State.FAILED:
+                asyncio.get_running_loop().call_later(_RETRY_CLOSE_S, self.submit, command)
+
+    def set_blocked(self, slot: SlotRef, is_blocked: bool) -> None:
+        self._engine.set_blocked(slot, is_blocked)
+
+    def bump(self, slot: SlotRef) -> SlotRef:
+        return self._engine.slots.bump(slot)
+
+    def open_encoder(self, slot: SlotRef, audio_format: AudioFormat) -> None:
+        self.egress.open_encoder(slot, audio_format)
+
+    # ------------------------------------------------------------------ from the engine
+
+    def _deliver(self, event: LoopEvent) -> None:
+        if isinstance(event, SlotClosed):
+            self._tenants.pop(event.slot.idx, None)
+            self._engine.slots.release(event.slot)
+            self.slot_released.set()
+            self.slot_released.clear()
+            return
+        connection = self._tenants.get(event.slot.idx)
+        if connection is not None:
+            connection.engine_event(event)
+        if isinstance(event, SlotFailed):
+            self._metrics.errors.labels("slot_failed").inc()
+
+    def _fail(self, error: EngineError) -> None:
+        """The engine is gone, and with it every slot; a supervisor sees it at `/health`."""
+        if self.state in (State.STARTING, State.READY):
+            logger.error("the engine has failed: %s", error.message)
+            self.state = State.FAILED
+
+    def _watch_metrics(self) -> None:
+        info, slots, watch = self._engine.info, self._engine.slots, self._metrics.watch
+        watch("slots", "Sessions that can be served at the same time", lambda: info.num_slots)
+        watch("slots_free", "Slots without a session", lambda: slots.num_free)
+        watch("encoders", "Open encoders", lambda: self.egress.num_encoders)
+        watch("egress_queue", "Engine events to be encoded", lambda: self.egress.num_queued)
+        watch("ready", "1 when sessions are admitted", lambda: self.state is State.READY)
+        self._metrics.sessions.set_function(lambda: len(self._running))
+        self._metrics.watch_all("engine", self._engine.stats)
+
+
+def _effective_format(audio_format: AudioFormat) -> EffectiveFormat:
+    return EffectiveFormat(
+        codec=audio_format.codec,
+        sample_rate=audio_format.sample_rate,
+        pre_skip_samples=pre_skip_samples(audio_format),
+    )

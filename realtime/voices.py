@@ -1,0 +1,204 @@
+"""Voices by name: the model's own, and those that users add. Files and numpy only, no tensor.
+
+A voice is NAME.safetensors (`codes`: int32 [K, T]) beside NAME.json (`text`: what is said in it).
+"""
+
+import json
+import logging
+import os
+import re
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+
+from realtime.errors import VoiceError
+from realtime.pingpong.messages import VoicePrompt
+
+MAX_NAME_CHARS = 64
+MAX_TEXT_CHARS = 2_000
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VoiceInfo:
+    """What `/v1/voices` tells about a voice."""
+
+    name: str
+    text: str
+    num_frames: int
+    is_builtin: bool
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class VoiceStore:
+    """All voices, held in memory and mirrored on disk. Thread-safe.
+
+    Built-in voices cannot be replaced or deleted. Added voices are bound to the model whose codec
+    made their codes; voices of another model in the same directory are left alone and not listed.
+    """
+
+    def __init__(
+        self,
+        builtin_dir: Path | None,
+        user_dir: Path,
+        *,
+        model_name: str,
+        num_codebooks: int,
+        max_voices: int = 256,
+    ) -> None:
+        self._user_dir = user_dir
+        self._model_name = model_name
+        self._num_codebooks = num_codebooks
+        self._max_voices = max_voices
+        self._lock = threading.Lock()
+        self._builtin = self._read_all(builtin_dir, any_model=True) if builtin_dir else {}
+        self._added = self._read_all(user_dir, any_model=False)
+
+    def infos(self) -> list[VoiceInfo]:
+        """Built-in voices first, each group by name."""
+        with self._lock:
+            groups = ((self._builtin, True), (self._added, False))
+            return [
+                VoiceInfo(name, voices[name].text, voices[name].codes.shape[1], is_builtin)
+                for voices, is_builtin in groups
+                for name in sorted(voices)
+            ]
+
+    def get(self, name: str) -> VoicePrompt:
+        """Raises VoiceError `voice_not_found`."""
+        with self._lock:
+            voice = self._builtin.get(name) or self._added.get(name)
+            if voice is not None:
+                return voice
+            known = sorted(self._builtin) + sorted(self._added)
+        raise VoiceError(
+            "voice_not_found",
+            f"there is no voice {name[:MAX_NAME_CHARS]!r}; there are: {_shorten(known)}",
+            param="voice",
+        )
+
+    def check_addable(self, name: str, text: str) -> None:
+        """Refuse early what `add` would refuse after the clip has been encoded.
+
+        Raises:
+            VoiceError: `invalid_voice`, `voice_exists`, `voice_protected` or `too_many_voices`.
+        """
+        _check_name(name)
+        if not text.strip() or len(text) > MAX_TEXT_CHARS:
+            raise VoiceError(
+                "invalid_voice",
+                f"text: got {len(text):,} characters, expected 1 to {MAX_TEXT_CHARS:,}: "
+                "what is said in the clip, word for word",
+                param="text",
+            )
+        with self._lock:
+            self._check_free(name)
+
+    def add(self, name: str, text: str, codes: NDArray[np.int32]) -> VoiceInfo:
+        """Write the voice to disk, atomically, and make it usable at once.
+
+        Raises:
+            VoiceError: as `check_addable`, and `invalid_voice` for codes of another shape.
+        """
+        self.check_addable(name, text)
+        voice = VoicePrompt(name, text, self._checked(codes))
+        with self._lock:
+            self._check_free(name)
+            self._write(voice)
+            self._added[name] = voice
+        return VoiceInfo(name, text, codes.shape[1], is_builtin=False)
+
+    def remove(self, name: str) -> None:
+        """Raises VoiceError `voice_protected` or `voice_not_found`. Running sessions keep it."""
+        _check_name(name)
+        with self._lock:
+            if name in self._builtin:
+                raise VoiceError("voice_protected", f"{name!r} is a built-in voice", param="name")
+            if name not in self._added:
+                raise VoiceError("voice_not_found", f"there is no voice {name!r}", param="name")
+            for suffix in (".safetensors", ".json"):  # without codes the text is no voice
+                (self._user_dir / name).with_suffix(suffix).unlink(missing_ok=True)
+            del self._added[name]
+
+    def _check_free(self, name: str) -> None:
+        if name in self._builtin:
+            raise VoiceError("voice_protected", f"{name!r} is a built-in voice", param="name")
+        if name in self._added:
+            raise VoiceError(
+                "voice_exists", f"there is a voice {name!r} already; delete it first", param="name"
+            )
+        if len(self._added) >= self._max_voices:
+            raise VoiceError(
+                "too_many_voices", f"{self._max_voices} voices are stored already; delete one first"
+            )
+
+    # ------------------------------------------------------------------------ files
+
+    def _write(self, voice: VoicePrompt) -> None:
+        self._user_dir.mkdir(parents=True, exist_ok=True)
+        description = {"name": voice.name, "text": voice.text, "model": self._model_name}
+        path = self._user_dir / voice.name
+        _write_atomically(path.with_suffix(".json"), json.dumps(description).encode())
+        blob = safetensors.numpy.save({"codes": np.ascontiguousarray(voice.codes)})
+        _write_atomically(path.with_suffix(".safetensors"), blob)  # last: now the voice exists
+
+    def _read_all(self, folder: Path, *, any_model: bool) -> dict[str, VoicePrompt]:
+        voices = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                voice = self._read(path, any_model=any_model)
+            except (OSError, ValueError, KeyError, SafetensorError, VoiceError) as error:
+                _log.warning("voice file %s is not usable: %s", path, error)
+                continue
+            if voice is not None:
+                voices[voice.name] = voice
+        return voices
+
+    def _read(self, path: Path, *, any_model: bool) -> VoicePrompt | None:
+        _check_name(path.stem)
+        description = json.loads(path.with_suffix(".json").read_text("utf-8"))
+        if not any_model and description["model"] != self._model_name:
+            return None
+        codes = safetensors.numpy.load(path.read_bytes())["codes"]
+        return VoicePrompt(path.stem, str(description["text"]), self._checked(codes))
+
+    def _checked(self, codes: NDArray[np.int32]) -> NDArray[np.int32]:
+        if codes.dtype != np.int32 or codes.ndim != 2 or len(codes) != self._num_codebooks:
+            raise VoiceError(
+                "invalid_voice",
+                f"got codes {codes.dtype} {list(codes.shape)}, "
+                f"expected int32 [{self._num_codebooks}, T]",
+            )
+        return codes
+
+
+def _check_name(name: str) -> None:
+    if not _NAME.fullmatch(name):
+        raise VoiceError(
+            "invalid_voice",
+            f"name: got {name[:MAX_NAME_CHARS]!r}, expected 1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 _ -",
+            param="name",
+        )
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(data)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _shorten(names: list[str], max_names: int = 20) -> str:
+    text = ", ".join(names[:max_names])
+    return text + ", ..." if len(names) > max_names else text

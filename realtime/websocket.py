@@ -1,0 +1,45 @@
+"""uvicorn's WebSocket protocol with short buffers, and a close that a stalled client cannot block."""
+
+import asyncio
+import socket
+from asyncio.transports import BaseTransport
+from typing import Any, cast
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request
+
+from realtime.connection import ABORT_EXTENSION
+
+# What the kernel and the transport hold is audio that a barge-in cannot take back and that the
+# high-water mark cannot see. 64 KiB is 0.7 s of 48 kHz PCM and more than enough for Opus.
+_SOCKET_BUFFER_BYTES = 64 * 1024
+_TRANSPORT_BUFFER_BYTES = 8 * 1024
+_ABORT_AFTER_S = 5.0  # a client that was closed for being too slow may still read so long
+
+
+class PlosiveWebSocket(WebSocketsSansIOProtocol):
+    def connection_made(self, transport: BaseTransport) -> None:
+        super().connection_made(transport)
+        sock: socket.socket | None = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        cast(asyncio.Transport, transport).set_write_buffer_limits(high=_TRANSPORT_BUFFER_BYTES)
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if self.response.status_code == 101:  # the app's task is created but has not run yet
+            extensions: dict[Any, Any] = self.scope["extensions"]
+            extensions[ABORT_EXTENSION] = self._close_now
+
+    def _close_now(self, code: int, reason: str) -> None:
+        """Queue the close frame behind what the client has not read, and stop waiting for it."""
+        if self.close_sent or self.transport.is_closing():
+            return
+        self.stop_keepalive()
+        self.conn.send_close(code, reason)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = True
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+        self.close_timer = self.loop.call_later(_ABORT_AFTER_S, self.transport.abort)

@@ -1,0 +1,173 @@
+"""A real server on a free port, and a client that is nothing but a socket."""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import safetensors.numpy
+from websockets.asyncio.client import ClientConnection
+from websockets.asyncio.client import connect as ws_connect
+
+from realtime import wire
+from realtime.cli.serve import DrainingServer, bind, make_server
+from realtime.config import ServerConfig
+from realtime.hub import Hub
+from realtime.opus import load_opuslib
+from tests.fakes import NUM_CODEBOOKS, FakeEngine
+
+TIMEOUT_S = 10.0
+
+
+@dataclass
+class Served:
+    port: int
+    server: DrainingServer
+    hub: Hub
+    engine: FakeEngine
+    running: asyncio.Task[None]
+
+    @property
+    def ws_url(self) -> str:
+        return f"ws://127.0.0.1:{self.port}{wire.PATH}"
+
+    def http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False)
+
+    def connect(self, **kwargs: Any) -> "ws_connect":
+        kwargs = {"subprotocols": [wire.SUBPROTOCOL], "proxy": None} | kwargs
+        return ws_connect(self.ws_url, **kwargs)
+
+    async def stop(self) -> None:
+        self.server.should_exit = True
+        await self.running
+
+    async def until_free(self) -> None:
+        """Every slot back and every encoder gone."""
+        num_slots = self.engine.info.num_slots
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.engine.slots.num_free < num_slots:
+                await self.hub.slot_released.wait()
+        assert self.hub.egress.num_encoders == 0
+
+
+def write_voice(folder: Path, name: str = "tone", num_frames: int = 50) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    codes = np.zeros((NUM_CODEBOOKS, num_frames), np.int32)
+    safetensors.numpy.save_file({"codes": codes}, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps({"text": "a tone"}))
+
+
+def make_engine(folder: Path, **kwargs: Any) -> FakeEngine:
+    write_voice(folder / "builtin")
+    return FakeEngine(builtin_voices_path=folder / "builtin", **kwargs)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    folder: Path, engine: FakeEngine | None = None, *, until_ready: bool = True, **options: Any
+) -> AsyncIterator[Served]:
+    engine = engine or make_engine(folder)
+    config = ServerConfig(port=0, voices_dir=folder / "voices", **({"drain_s": 0.1} | options))
+    sock = bind(config.host, 0)
+    server, hub = make_server(engine, config)
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    served = Served(sock.getsockname()[1], server, hub, engine, running)
+    try:
+        if until_ready:
+            await asyncio.wait_for(hub.wait_until_ready(), TIMEOUT_S)
+        yield served
+    finally:
+        engine.warm_up_gate.set()
+        engine.encode_gate.set()
+        await served.stop()
+
+
+@dataclass
+class Heard:
+    """What one client got, in order."""
+
+    messages: list[wire.ServerMessage] = field(default_factory=list)
+    packets: list[wire.AudioPacket] = field(default_factory=list)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+
+class Client:
+    def __init__(self, socket: ClientConnection) -> None:
+        self.socket = socket
+        self.heard = Heard()
+
+    async def send(self, *messages: wire.ClientMessage) -> None:
+        for message in messages:
+            await self.socket.send(wire.encode(message))
+
+    async def next(self) -> wire.ServerMessage | wire.AudioPacket:
+        frame = await asyncio.wait_for(self.socket.recv(), TIMEOUT_S)
+        if isinstance(frame, bytes):
+            packet = wire.unpack_audio(frame)
+            self.heard.packets.append(packet)
+            return packet
+        message = wire.decode_server(frame)
+        self.heard.messages.append(message)
+        return message
+
+    async def until(self, kind: type) -> Any:
+        while True:
+            message = await self.next()
+            if isinstance(message, kind):
+                return message
+
+    async def start(self, **kwargs: Any) -> wire.SessionReady:
+        await self.send(wire.SessionStart(**kwargs))
+        return await self.until(wire.SessionReady)
+
+    async def begin(self, text: str, turn_id: int = 1) -> None:
+        await self.send(
+            wire.TextAppend(turn_id=turn_id, text=text), wire.TurnCommit(turn_id=turn_id)
+        )
+
+    async def say(self, text: str, turn_id: int = 1) -> wire.TurnDone:
+        await self.begin(text, turn_id)
+        return await self.until(wire.TurnDone)
+
+
+@contextlib.asynccontextmanager
+async def session(served: Served, **start: Any) -> AsyncIterator[Client]:
+    async with served.connect() as socket:
+        client = Client(socket)
+        await client.start(**start)
+        yield client
+
+
+def decode(packets: list[wire.AudioPacket], fmt: wire.EffectiveFormat) -> np.ndarray:
+    """PCM f32 of whole turns' packets, pre-skip dropped."""
+    if fmt.codec == "pcm_s16le":
+        data = b"".join(packet.payload for packet in packets)
+        return np.frombuffer(data, "<i2").astype(np.float32) / 32767.0
+    return opus_decode([p.payload for p in packets], fmt.sample_rate)[fmt.pre_skip_samples :]
+
+
+def opus_decode(payloads: list[bytes], sample_rate: int) -> np.ndarray:
+    """libopus's decoder, called directly: opuslib's own decodes to int16 only via array copies."""
+    lib = load_opuslib().api.libopus
+    create, run, destroy = (
+        lib[name] for name in ("opus_decoder_create", "opus_decode_float", "opus_decoder_destroy")
+    )
+    create.restype = ctypes.c_void_p
+    state = ctypes.c_void_p(create(sample_rate, 1, None))
+    size = sample_rate // 50
+    out = np.zeros(size * len(payloads), np.float32)
+    for i, payload in enumerate(payloads):
+        part = out[i * size :].ctypes.data_as(ctypes.c_void_p)
+        num = run(state, payload, len(payload), part, size, 0)
+        assert num == size, num
+    destroy(state)
+    return out
