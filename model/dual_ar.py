@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from model.config import DualARConfig
 from model.kv_cache import FrameCache, KVCache, attend_sequence
-from model.layers import Stack, decode_linear, matrix, parameter, prefill_linear
+from model.layers import Block, Stack, pack, parameter
 from model.sampling import RAS_WINDOW, FrameSampler, Sampling
 from ops import reference
 
@@ -67,11 +67,11 @@ class FastAR(nn.Module):
         dim = config.fast.dim
         self.project_in = self.project_in_bias = None
         if config.needs_projection:
-            self.project_in = matrix(dim, config.slow.dim, device, dtype)
+            self.project_in = parameter(dim, config.slow.dim, device=device, dtype=dtype)
             self.project_in_bias = parameter(dim, device=device, dtype=dtype)
         self.embeddings = parameter(config.codebook_size, dim, device=device, dtype=dtype)
         self.stack = Stack(config.fast, device, dtype)
-        self.output = matrix(config.codebook_size, dim, device, dtype)
+        self.output = parameter(config.codebook_size, dim, device=device, dtype=dtype)
         self.num_codebooks = config.num_codebooks
 
     def forward(
@@ -93,15 +93,17 @@ class FastAR(nn.Module):
         codes: list[Tensor] = []
         start = 0
         if self.project_in is not None:
-            hidden = decode_linear(hidden, self.project_in, self.project_in_bias)
+            hidden = reference.linear(hidden, self.project_in, self.project_in_bias)
         x = torch.stack([hidden, self.embeddings[code]], dim=1)
         for codebook in range(1, self.num_codebooks):
             num_rows, num_positions, _ = x.shape
-            rope = self.stack.rope[start : codebook + 1].repeat(num_rows, 1, 1)
+            rope = self.stack.rope[start : codebook + 1]
+            if num_positions > 1:
+                rope = rope.repeat(num_rows, 1, 1)
             attend = cache.steps(start, num_positions)
-            out = self.stack(x.flatten(0, 1), rope, attend, decode_linear)
+            out = self.stack(x.flatten(0, 1), rope, attend)
             last = out.view(x.shape)[:, -1]
-            code = sampler.codebook(decode_linear(last, self.output, None).float(), codebook)
+            code = sampler.codebook(reference.linear(last, self.output, None).float(), codebook)
             codes.append(code)
             start = codebook + 1
             x = self.embeddings[code][:, None]
@@ -138,22 +140,23 @@ class DualAR(nn.Module):
         self.fast = FastAR(config, device, dtype)
 
     def finish_loading(self) -> None:
-        """Derive what decoding precomputes from the weights. Call it once, after loading them."""
+        """Derive what decoding precomputes from the weights and pack the matrices. Call it once,
+        after loading them: packed matrices cannot be written."""
         begin, end, end_id = self._ids()
-        device = self.embeddings.device
-        rows = reference.restrict_head(self.output, begin, end, end_id)
-        head = matrix(rows.shape[0], rows.shape[1], device, rows.dtype)
-        head.copy_(rows)
-        tokens = torch.tensor([*range(begin, end + 1), end_id], device=device)
-        offsets = torch.arange(self.config.num_codebooks, device=device)[:, None]
-        offsets = offsets * self.config.codebook_size
+        head = reference.restrict_head(self.output, begin, end, end_id)
+        tokens = torch.tensor([*range(begin, end + 1), end_id], device=self.device)
+        offsets = torch.arange(self.config.num_codebooks, device=self.device)[:, None]
         for name, tensor in (
-            ("restricted_head", head.data),
+            ("restricted_head", reference.pack_weight(head)),
             ("head_tokens", tokens.int()),
             ("head_codes", (tokens - begin).clamp(0, self.config.codebook_size - 1)),
-            ("code_offsets", offsets.int()),
+            ("code_offsets", offsets.int() * self.config.codebook_size),
         ):
             self.register_buffer(name, tensor, persistent=False)
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.finish_loading()
+        pack(self.fast, "output", *(["project_in"] if self.config.needs_projection else []))
 
     @property
     def device(self) -> torch.device:
@@ -184,8 +187,8 @@ class DualAR(nn.Module):
             (after the final norm, before `project_in`).
         """
         rope = self.slow.rope[: prompt.shape[1]]
-        hidden = self.slow(self._embed(prompt), rope, attend_sequence, prefill_linear)
-        return prefill_linear(hidden, self.output, None).float(), hidden
+        hidden = self.slow(self._embed(prompt), rope, attend_sequence)
+        return reference.linear(hidden, self.output, None).float(), hidden
 
     def prefill(self, rows: Tensor, cache: KVCache, slot: int, start: int) -> None:
         """Write keys and values of positions start..start+T-1 of a slot; computes no logits.
@@ -229,8 +232,8 @@ class DualAR(nn.Module):
         """
         rows, position = state.rows[slots], state.position[slots]
         attend = cache.steps(slots, position)
-        hidden = self.slow(self._embed(rows.t()), self.slow.rope[position], attend, decode_linear)
-        logits = decode_linear(hidden, self.restricted_head, None).float()
+        hidden = self.slow(self._embed(rows.t()), self.slow.rope[position], attend)
+        logits = reference.linear(hidden, self.restricted_head, None).float()
         sampler = self._sampler(state, slots)
         window = state.window[slots]
         choice = sampler.semantic(logits, window.squeeze(2), self.head_tokens)
