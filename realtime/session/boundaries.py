@@ -27,123 +27,21 @@ _MARK = re.compile(
     r"|(?P<newline>\n\s*)"
 )
 
-_TITLES = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "mx",
-        "dr",
-        "prof",
-        "st",
-        "rev",
-        "fr",
-        "hon",
-        "gen",
-        "col",
-        "maj",
-        "capt",
-        "cmdr",
-        "lt",
-        "sgt",
-        "gov",
-        "sen",
-        "rep",
-        "pres",
-        "messrs",
-        "mme",
-        "mlle",
-        "vs",
-        "v",
-        "cf",
-        "e.g",
-        "i.e",
-        "viz",
-        "approx",
-        "ca",
-        "est",
-        "dept",
-        "univ",
-        "assn",
-        "ave",
-        "blvd",
-        "rd",
-        "hwy",
-        "mt",
-        "ft",
-        "fig",
-        "figs",
-        "eq",
-        "vol",
-        "ed",
-        "eds",
-        "pp",
-        "p",
-        "op",
-        "al",
-        "nos",
-        "tel",
-        "ext",
-        "min",
-        "max",
-        "avg",
-        "temp",
-        "jan",
-        "feb",
-        "mar",
-        "apr",
-        "jun",
-        "jul",
-        "aug",
-        "sep",
-        "sept",
-        "oct",
-        "nov",
-        "dec",
-        "mon",
-        "tue",
-        "tues",
-        "wed",
-        "thu",
-        "thur",
-        "thurs",
-        "fri",
-        "bzw",
-        "ggf",
-        "ca",
-        "usw",
-        "z.b",
-        "d.h",
-        "u.a",
-        "nr",
-        "sra",
-        "dra",
-        "ud",
-        "uds",
-    ]
-)  # a name, number or example follows
-_NUMBERED = frozenset(["no", "sec", "ch", "art", "pt"])  # abbreviations only before a number
-_EITHER = frozenset(
-    [
-        "a.m",
-        "p.m",
-        "am",
-        "pm",
-        "etc",
-        "inc",
-        "ltd",
-        "co",
-        "corp",
-        "jr",
-        "sr",
-        "bros",
-        "esq",
-        "ph.d",
-        "m.d",
-        "b.c",
-        "a.d",
-    ]
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_LEADING = _words(  # abbreviations that a name, a number or an example follows
+    """
+    mr mrs ms mx dr prof st rev fr hon gen col maj capt cmdr lt sgt gov sen rep pres messrs mme mlle
+    vs v cf e.g i.e viz approx ca est dept univ assn ave blvd rd hwy mt ft fig figs eq vol ed eds pp
+    p op al nos tel ext incl excl resp min max avg temp jan feb mar apr jun jul aug sep sept oct nov
+    dec mon tue tues wed thu thur thurs fri bzw ggf usw z.b d.h u.a nr sra dra ud uds
+    """
 )
+_NUMBERED = _words("no sec ch art pt")  # abbreviations before a number, words otherwise
+_EITHER = _words("a.m p.m am pm etc inc ltd co corp jr sr bros esq ph.d m.d b.c a.d")
 
 
 class Kind(Enum):
@@ -245,15 +143,15 @@ def _abbreviation_kind(text: str, start: int, following: str) -> Kind:
     word = _word_before(text, start)
     lower = word.lower()
     is_initial = len(word) == 1 and word.isupper() and word != "I"
-    if lower in _TITLES or is_initial or _is_list_number(text, start, word):
+    if lower in _LEADING or is_initial or _is_list_number(text, start, word):
         return Kind.NONE
     if lower in _NUMBERED:
         if not following:
             return Kind.UNDECIDED
         return Kind.NONE if following.isdigit() else Kind.SENTENCE
-    if lower in _EITHER or re.fullmatch(r"(?:[a-z]\.)+[a-z]", lower):
+    if lower in _EITHER:
         return _by_following(following, if_lower=Kind.NONE)
-    return Kind.SENTENCE
+    return Kind.NONE if re.fullmatch(r"(?:[a-z]\.)+[a-z]", lower) else Kind.SENTENCE
 
 
 def _is_list_number(text: str, start: int, word: str) -> bool:

@@ -7,8 +7,9 @@ moment the input arrived, the clock of the engine's stamps.
     any state --disconnected, fail, SlotFailed--> CLOSED
 
 Turns are spoken in the order of their ids. The front one is with the engine, later ones wait here.
-Each ends in exactly one of `turn.done`, `turn.cancelled` or an `error` that names it; one that is
-done can still be cancelled while it plays, which is answered by `turn.cancelled` as well.
+Each ends in exactly one of `turn.done`, `turn.cancelled` or an `error` with its `turn_id` (which
+also refuses a turn); errors that leave the turn open have no `turn_id` and name it in the message.
+A turn that is done can still be cancelled while it plays; that is answered by `turn.cancelled`.
 
 What a client does wrong, and what it gets. Nothing in this table is fatal, nothing is lost but the
 message itself:
@@ -281,7 +282,7 @@ class Session:
             raise SessionError(
                 "turn_committed",
                 f"turn {turn.turn_id} is committed; send more text in a new turn",
-                turn_id=turn.turn_id,
+                param="turn_id",
             )
         turn.append(message.text)
         self._advance()
@@ -482,5 +483,4 @@ def _too_long(code: str, message: TextAppend, num_chars: int, max_chars: int) ->
         f"turn {message.turn_id}: got {num_chars:,} characters, the limit is {max_chars:,}; "
         "nothing of this message was taken",
         param="text",
-        turn_id=message.turn_id,
     )

@@ -15,4 +15,4 @@ class SessionLimits:
     drain_deadline_ms: int = 30_000  # announced by `Session.shut_down`; the server keeps it
     cancel_grace_ms: int = 1_000  # a played turn can be cancelled this long after its estimated end
     min_segment_chars: int = 16  # shorter sentences are spoken with the next one
-    first_clause_chars: int = 32  # the first segment may end at a clause of this length
+    first_clause_chars: int = 40  # the first segment may end at a clause of this length

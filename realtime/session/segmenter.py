@@ -20,7 +20,7 @@ _JOINERS = "\u200d\ufe0e\ufe0f"
 class SegmentPolicy:
     max_chars: int
     min_chars: int = 16  # a shorter sentence is joined with the next, unless it is the first
-    first_clause_chars: int = 32  # the first segment may end with a clause of this length
+    first_clause_chars: int = 40  # the first segment may end with a clause of this length
 
     def __post_init__(self) -> None:
         assert self.max_chars > 0, self
