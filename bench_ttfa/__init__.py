@@ -1,0 +1,1 @@
+"""Black-box latency sweep of a Plosive server, through its Python client."""

@@ -1,0 +1,165 @@
+"""`python -m bench_ttfa`: options in, sweep, table and JSON out."""
+
+import argparse
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench_ttfa import report
+from bench_ttfa.run import Config, Level, sweep, utc_stamp
+from bench_ttfa.worker import Connection
+from bench_ttfa.workload import KINDS
+from clients import AudioFormat, PlosiveError
+from clients.local_server import LocalServer
+
+_DESCRIPTION = """\
+Latency of a Plosive server, measured from outside through the Python client.
+
+  python -m bench_ttfa                            c = 1, 2, 4 on a local server started for it
+  python -m bench_ttfa --url http://host:8765 --server-pid 4242 -c 8 32 64 --turns 500
+  python -m bench_ttfa -c --rate 2 5 10           open loop: 2, 5, then 10 new turns a second
+  python -m bench_ttfa --words-per-s 15           text arrives word by word, as from an LLM
+"""
+_EPILOG = """\
+Closed loop (-c N): N sessions, each says its next turn when the last one is done. The server may run
+ahead of playback as far as it allows, so that the real-time factor is its own and not the pace.
+Open loop (--rate R): turns arrive at random at R per second, each in a new session, paced as
+agents get it. A closed loop waits for a slow server and so hides queueing; an open loop does not.
+
+No text is ever said twice. Read no latency without the continuity (C50, C100) below it. What each
+figure means is in the JSON file, under "definitions".
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench_ttfa",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_load_arguments(parser)
+    _add_server_arguments(parser)
+    args = parser.parse_args(argv)
+    if not _concurrencies(args) and not args.rate:
+        parser.error("nothing to run: -c is empty and there is no --rate")
+    if args.url and args.serve:
+        parser.error("--serve is for a local server; --url names another")
+    try:
+        return _run(args)
+    except (PlosiveError, OSError) as error:
+        message = error.message if isinstance(error, PlosiveError) else str(error)
+        print(f"bench_ttfa: {message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "-c", "--concurrency", type=_positive_int, nargs="*", metavar="N", help="closed loops"
+    )
+    load.add_argument(
+        "--rate", type=_positive_float, nargs="*", default=[], metavar="R", help="open loops"
+    )
+    load.add_argument("--turns", type=_positive_int, default=30, help="per level (default: 30)")
+    load.add_argument(
+        "--warmup",
+        type=int,
+        default=2,
+        help="turns of each session that are not measured (default: 2)",
+    )
+    load.add_argument("--texts", choices=KINDS, default="mixed", help="default: mixed")
+    load.add_argument(
+        "--words-per-s", type=_positive_float, help="stream the text at this pace (default: whole)"
+    )
+    load.add_argument("--voice", help="default: the server's")
+    load.add_argument("--codec", choices=("opus", "pcm_s16le"), default="opus")
+    load.add_argument("--max-lead-ms", type=_positive_int, help="overrides what the loops ask for")
+    load.add_argument("--seed", type=int, default=1, help="of texts, arrivals and sampling")
+
+
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    server = parser.add_argument_group("server")
+    server.add_argument("--url", help="a running one (default: start a local one)")
+    server.add_argument("--server-pid", type=int, help="whose memory to watch, with --url")
+    server.add_argument(
+        "--serve",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="OPTION",
+        help='the rest of the line are options of the local "plosive serve"',
+    )
+    server.add_argument(
+        "--out", type=Path, default=report.RESULTS_DIR, help="directory of the JSON"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        server: LocalServer | None = None
+        if args.url is None:
+            _step("starting a local server")
+            server = stack.enter_context(LocalServer(_serve_options(args)))
+        url = args.url or (server.url if server else "")
+        pid = server.pid if server else args.server_pid
+        result = sweep(_config(args, url), pid, _step)
+        result.server_start_s = server.ready_s if server else None
+    summary = report.summarize(result, utc_stamp())
+    path = report.write(summary, args.out)
+    print(report.table(summary))
+    print(path)
+    turns = [turn for level in summary["levels"] for turn in level["turns"]]
+    return 1 if all(turn["error"] for turn in turns) else 0
+
+
+def _serve_options(args: argparse.Namespace) -> list[str]:
+    """As many slots as the largest level needs, unless the caller says how many."""
+    if "--max-slots" in args.serve:
+        return list(args.serve)
+    num_slots = max([4, *_concurrencies(args)])
+    return ["--max-slots", str(num_slots), *args.serve]
+
+
+def _concurrencies(args: argparse.Namespace) -> list[int]:
+    return [1, 2, 4] if args.concurrency is None else list(args.concurrency)
+
+
+def _config(args: argparse.Namespace, url: str) -> Config:
+    connection = Connection(
+        url=url,
+        voice=args.voice,
+        format=AudioFormat(codec=args.codec),
+        seed=args.seed,
+        max_lead_ms=args.max_lead_ms,
+        words_per_s=args.words_per_s,
+    )
+    closed = [Level("closed", args.turns, concurrency=c) for c in _concurrencies(args)]
+    opened = [Level("open", args.turns, rate_per_s=rate) for rate in args.rate]
+    return Config(
+        levels=(*closed, *opened),
+        connection=connection,
+        kind=args.texts,
+        warmup_turns=args.warmup,
+    )
+
+
+def _step(text: str) -> None:
+    print(f"- {text}", file=sys.stderr, flush=True)
+
+
+def _positive_int(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"got {text}, expected more than 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""The only place that turns results into numbers for people: one table, one JSON file."""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench_ttfa.measure import (
+    DEFINITIONS,
+    MAX_CLIENT_LAG_MS,
+    MIN_SAMPLES_BEYOND,
+    continuity,
+    stats,
+)
+from bench_ttfa.run import LevelResult, SweepResult, window_s
+from bench_ttfa.system import describe_machine, describe_software
+from bench_ttfa.worker import TurnRecord
+
+RESULTS_DIR = Path(__file__).resolve().parent / "results"
+_DISTRIBUTIONS = (
+    "ttfa_ms",
+    "ttfa_audible_ms",
+    "ttfa_first_text_ms",
+    "server_ttfa_ms",
+    "ready_ms",
+    "worst_gap_ms",
+    "real_time_factor",
+)
+
+
+def summarize(result: SweepResult, stamp: str) -> dict[str, Any]:
+    """Everything about a run, ready for JSON."""
+    return {
+        "stamp": stamp,
+        "machine": describe_machine(),
+        "software": describe_software(),
+        "config": _config(result),
+        "definitions": DEFINITIONS,
+        "server_start_s": result.server_start_s,
+        "server_peak_mib": result.server_peak_mib,
+        "ready_cold_ms": _stats(result.ready_cold_ms),
+        "ready_cached_ms": _stats(result.ready_cached_ms),
+        "levels": [_level(level) for level in result.levels],
+    }
+
+
+def _config(result: SweepResult) -> dict[str, Any]:
+    config = asdict(result.config)
+    config["connection"]["format"] = result.config.connection.format.model_dump()
+    return config
+
+
+def _level(result: LevelResult) -> dict[str, Any]:
+    turns = [turn for each in result.workers for turn in each.turns]
+    good = [turn for turn in turns if turn.error is None]
+    gaps_ms = [turn.worst_gap_ms for turn in good]
+    seconds = window_s(result)
+    reasons = invalid_because(result, turns)
+    summary: dict[str, Any] = {
+        "name": result.level.name,
+        **asdict(result.level),
+        "num_processes": len(result.workers),
+        "load_generation_valid": not reasons,
+        "invalid_because": reasons,
+        "errors": dict(Counter(turn.error for turn in turns if turn.error)),
+        "window_s": round(seconds, 3),
+        "throughput": round(sum(turn.audio_ms for turn in good) / 1000 / seconds, 3),
+        "frames_per_s": round(sum(turn.num_frames for turn in good) / seconds, 2),
+        "turns_per_s": round(len(good) / seconds, 3),
+        "audio_s": _stats([turn.audio_ms / 1000 for turn in good]),
+        "c50": continuity(gaps_ms, 50.0),
+        "c100": continuity(gaps_ms, 100.0),
+        "num_without_gap_figure": gaps_ms.count(None),
+        "client_lag_ms": _stats([lag for each in result.workers for lag in each.lag_ms]),
+        "server_resident_mib": _stats(result.resident_mib),
+        "timeline_ms": _timeline(good),
+    }
+    for name in _DISTRIBUTIONS:
+        values = [_figure(turn, name) for turn in good]
+        summary[name] = _stats([value for value in values if value is not None])
+    summary["turns"] = [asdict(turn) for turn in turns]
+    return summary
+
+
+def invalid_because(result: LevelResult, turns: list[TurnRecord]) -> list[str]:
+    """Why the figures may be the clients' rather than the server's; empty when they are not."""
+    reasons = []
+    lag = stats([lag_ms for each in result.workers for lag_ms in each.lag_ms])
+    if lag is not None and lag.p99 > MAX_CLIENT_LAG_MS:
+        reasons.append(f"the clients' event loops lagged: p99 {lag.p99:.1f} ms")
+    late = stats([turn.late_ms for turn in turns])
+    if late is not None and late.p99 > MAX_CLIENT_LAG_MS:
+        reasons.append(f"turns started late: p99 {late.p99:.1f} ms")
+    num_refused = sum(turn.error == "connection_failed" for turn in turns)
+    if num_refused:
+        reasons.append(f"{num_refused} turns got no session")
+    return reasons
+
+
+def _figure(turn: TurnRecord, name: str) -> float | None:
+    if name == "real_time_factor":
+        return turn.generation_ms / turn.audio_ms if turn.audio_ms else None
+    value: float | None = getattr(turn, name)
+    return value
+
+
+def _timeline(turns: list[TurnRecord]) -> dict[str, dict[str, float] | None]:
+    stages = {stage: None for turn in turns for stage in turn.timeline_ms}
+    by_stage = {
+        stage: stats([turn.timeline_ms[stage] for turn in turns if stage in turn.timeline_ms])
+        for stage in stages
+    }
+    ordered = sorted(by_stage.items(), key=lambda item: item[1].p50 if item[1] else 0.0)
+    return {stage: each.as_dict() if each else None for stage, each in ordered}
+
+
+def _stats(values: list[float]) -> dict[str, float] | None:
+    each = stats(values)
+    return each.as_dict() if each is not None else None
+
+
+# ---------------------------------------------------------------------------- for people
+
+
+def write(summary: dict[str, Any], directory: Path = RESULTS_DIR) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{summary['stamp']}.json"
+    path.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def table(summary: dict[str, Any]) -> str:
+    """All levels side by side; every latency as p50 / p95 / p99."""
+    levels = summary["levels"]
+    rows = [["", *(level["name"] for level in levels)]]
+    rows.append(["turns (errors)", *(_turns(level) for level in levels)])
+    for name in ("ttfa_ms", "ttfa_audible_ms", "server_ttfa_ms", "worst_gap_ms"):
+        rows.append([name, *(_triple(level[name]) for level in levels)])
+    if any(level["ready_ms"] for level in levels):
+        rows.append(["ready_ms", *(_triple(level["ready_ms"]) for level in levels)])
+    if summary["config"]["connection"]["words_per_s"]:
+        name = "ttfa_first_text_ms"
+        rows.append([name, *(_triple(level[name]) for level in levels)])
+    rows.append(["C50 / C100", *(_continuity(level) for level in levels)])
+    name = "real_time_factor"
+    rows.append([name, *(_triple(level[name], digits=3) for level in levels)])
+    rows.append(["audio s per s", *(f"{level['throughput']:.2f}" for level in levels)])
+    rows.append(["frames per s", *(f"{level['frames_per_s']:.1f}" for level in levels)])
+    rows.append(["server MiB", *(_peak(level["server_resident_mib"]) for level in levels)])
+    rows.append(["load valid", *(_valid(level) for level in levels)])
+    stages = dict.fromkeys(stage for level in levels for stage in level["timeline_ms"])
+    for stage in stages:
+        rows.append([f"  {stage}", *(_triple(level["timeline_ms"].get(stage)) for level in levels)])
+    return "\n".join([*_align(rows), *_notes(summary)])
+
+
+def _align(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[idx]) for row in rows) for idx in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if idx == 0 else cell.rjust(width)
+            for idx, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _notes(summary: dict[str, Any]) -> list[str]:
+    machine, software = summary["machine"], summary["software"]
+    hardware = machine["gpus"] or [f"{machine['cpu_cores']} x {machine['cpu']}"]
+    lines = [
+        "",
+        f"latencies are p50 / p95 / p99; ~: fewer than {MIN_SAMPLES_BEYOND} samples beyond it",
+        f"ready_ms cold {_triple(summary['ready_cold_ms'])}, "
+        f"cached {_triple(summary['ready_cached_ms'])}",
+        f"{', '.join(hardware)} · Python {software['python']} · "
+        f"torch {software['packages'].get('torch', '-')} · commit {(software['commit'] or '-')[:9]}"
+        + (" with local changes" if software["has_local_changes"] else ""),
+    ]
+    if summary["server_start_s"] is not None:
+        lines.append(
+            f"server ready {summary['server_start_s']:.1f} s after its start, "
+            f"at most {summary['server_peak_mib']:.0f} MiB resident"
+        )
+    for level in summary["levels"]:
+        lines += [f"{level['name']}: {reason}" for reason in level["invalid_because"]]
+    return lines
+
+
+def _triple(each: dict[str, float] | None, digits: int = 1) -> str:
+    if each is None:
+        return "-"
+    parts = []
+    for percent in (50, 95, 99):
+        is_thin = each["n"] * (100 - percent) / 100 < MIN_SAMPLES_BEYOND and percent > 50
+        parts.append(("~" if is_thin else "") + f"{each[f'p{percent}']:.{digits}f}")
+    return " / ".join(parts)
+
+
+def _turns(level: dict[str, Any]) -> str:
+    errors = ", ".join(f"{count} {code}" for code, count in level["errors"].items())
+    return f"{len(level['turns'])} ({errors or 0})"
+
+
+def _continuity(level: dict[str, Any]) -> str:
+    shares = [level["c50"], level["c100"]]
+    return " / ".join("N/A" if share is None else f"{share:.0%}" for share in shares)
+
+
+def _peak(each: dict[str, float] | None) -> str:
+    return "-" if each is None else f"{each['max']:.0f}"
+
+
+def _valid(level: dict[str, Any]) -> str:
+    return "yes" if level["load_generation_valid"] else "NO"

@@ -1,0 +1,185 @@
+"""The sweep: probe session starts, then load the server level by level from client processes."""
+
+import asyncio
+import math
+import multiprocessing
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from bench_ttfa import worker
+from bench_ttfa.system import peak_resident_mib, resident_mib
+from bench_ttfa.worker import Arrival, Connection, Plan, WorkerResult
+from bench_ttfa.workload import Kind, TextSource, poisson_arrivals_s
+from clients import ConnectionFailed, connect
+from clients.voices import list_voices
+
+OPEN_LOOP_CONCURRENCY = 32  # arrivals that share one client process
+UNPACED_MS = 600_000
+NUM_READY_PROBES = 20
+_RSS_INTERVAL_S = 0.25
+_MAX_RETRIES = 100
+_RETRY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Level:
+    """One load. Closed loop: `concurrency` sessions, each says its next turn when the last is
+    done. Open loop: turns arrive at `rate_per_s`, whatever the server does."""
+
+    mode: Literal["closed", "open"]
+    num_turns: int
+    concurrency: int = 0
+    rate_per_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"c={self.concurrency}" if self.mode == "closed" else f"{self.rate_per_s:g}/s"
+
+
+@dataclass(frozen=True)
+class Config:
+    levels: tuple[Level, ...]
+    connection: Connection
+    kind: Kind = "mixed"
+    warmup_turns: int = 2  # of each session (open loop: each process), before the measurement
+    sessions_per_process: int = 8
+
+
+@dataclass
+class LevelResult:
+    level: Level
+    workers: list[WorkerResult]
+    resident_mib: list[float] = field(default_factory=list)
+
+
+@dataclass
+class SweepResult:
+    config: Config
+    ready_cold_ms: list[float] = field(default_factory=list)
+    ready_cached_ms: list[float] = field(default_factory=list)
+    levels: list[LevelResult] = field(default_factory=list)
+    server_peak_mib: float | None = None
+    server_start_s: float | None = None  # of a server that was started for this run
+
+
+def sweep(
+    config: Config, server_pid: int | None = None, on_step: Callable[[str], None] = lambda _: None
+) -> SweepResult:
+    """Everything that `config` asks for, one after another."""
+    result = SweepResult(config)
+    texts = TextSource(config.connection.seed, config.kind)
+    on_step("session starts")
+    asyncio.run(_probe_ready(config.connection, result))
+    for level in config.levels:
+        on_step(f"{level.name}: {level.num_turns} turns")
+        result.levels.append(_run_level(level, config, texts, server_pid))
+    if server_pid is not None:
+        result.server_peak_mib = peak_resident_mib(server_pid)
+    return result
+
+
+async def _probe_ready(connection: Connection, result: SweepResult) -> None:
+    """Every voice once, then one voice often; the server says which starts it had cached."""
+    voices = await asyncio.to_thread(list_voices, connection.url)
+    names = [voice.name for voice in voices]
+    for voice in [*names, *[connection.voice] * NUM_READY_PROBES]:
+        ready_ms, is_cached = await _time_ready(connection.url, voice)
+        (result.ready_cached_ms if is_cached else result.ready_cold_ms).append(ready_ms)
+
+
+async def _time_ready(url: str, voice: str | None) -> tuple[float, bool]:
+    """A slot comes free shortly after its session has gone, so a full server is asked again."""
+    for _ in range(_MAX_RETRIES):
+        try:
+            async with connect(url, voice=voice) as session:
+                return session.ready_ms, session.ready.cached
+        except ConnectionFailed as error:
+            if error.status != 503:
+                raise
+            await asyncio.sleep(_RETRY_S)
+    raise ConnectionFailed(f"{url} stays full", status=503)
+
+
+def _run_level(
+    level: Level, config: Config, texts: TextSource, server_pid: int | None
+) -> LevelResult:
+    plans = make_plans(level, config, texts)
+    spawn = multiprocessing.get_context("spawn")
+    barrier = spawn.Barrier(len(plans))
+    result = LevelResult(level, [])
+    with ProcessPoolExecutor(
+        len(plans), mp_context=spawn, initializer=worker.use_barrier, initargs=(barrier,)
+    ) as pool:
+        futures = [pool.submit(worker.run, plan) for plan in plans]
+        _watch_memory(futures, server_pid, result.resident_mib)
+        result.workers = [future.result() for future in futures]
+    return result
+
+
+def _watch_memory(
+    futures: list[Future[WorkerResult]], pid: int | None, resident: list[float]
+) -> None:
+    while wait(futures, timeout=_RSS_INTERVAL_S).not_done:
+        now_mib = resident_mib(pid) if pid is not None else None
+        if now_mib is not None:
+            resident.append(now_mib)
+
+
+def make_plans(level: Level, config: Config, texts: TextSource) -> list[Plan]:
+    """One plan for each client process; every text is new."""
+    if level.mode == "closed" and config.connection.max_lead_ms is None:
+        unpaced = replace(config.connection, max_lead_ms=UNPACED_MS)
+        config = replace(config, connection=unpaced)
+    if level.mode == "open":
+        return _open_plans(level, config, texts)
+    share = [_share(level.num_turns, level.concurrency, idx) for idx in range(level.concurrency)]
+    warmups = [texts.take(config.warmup_turns) for _ in share]
+    loops = [texts.take(count) for count in share]
+    step = config.sessions_per_process
+    return [
+        Plan(
+            config.connection,
+            first,
+            loops=loops[first : first + step],
+            arrivals=[],
+            warmups=warmups[first : first + step],
+        )
+        for first in range(0, len(loops), step)
+    ]
+
+
+def _open_plans(level: Level, config: Config, texts: TextSource) -> list[Plan]:
+    times_s = poisson_arrivals_s(level.rate_per_s, level.num_turns, config.connection.seed)
+    arrivals = [
+        Arrival(after_s, text)
+        for after_s, text in zip(times_s, texts.take(level.num_turns), strict=True)
+    ]
+    num_processes = math.ceil(level.rate_per_s / OPEN_LOOP_CONCURRENCY)
+    return [
+        Plan(
+            config.connection,
+            idx * level.num_turns,
+            loops=[],
+            arrivals=arrivals[idx::num_processes],
+            warmups=[texts.take(config.warmup_turns)],
+        )
+        for idx in range(num_processes)
+    ]
+
+
+def _share(total: int, parts: int, idx: int) -> int:
+    return total // parts + (idx < total % parts)
+
+
+def window_s(result: LevelResult) -> float:
+    """From the first client's start to the last one's end."""
+    return max(each.ended_s for each in result.workers) - min(
+        each.started_s for each in result.workers
+    )
+
+
+def utc_stamp() -> str:
+    return time.strftime("%Y-%m-%dT%H%M%SZ", time.gmtime())

@@ -1,0 +1,78 @@
+"""Facts about the machine, the software and a process, for the record of a run."""
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+_PACKAGES = ("torch", "websockets", "av", "numpy", "pydantic", "fastapi", "uvicorn", "opuslib")
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def describe_machine() -> dict[str, object]:
+    return {
+        "cpu": _cpu_model(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(_kib(Path("/proc/meminfo"), "MemTotal") / 2**20, 1),
+        "gpus": _lines("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        "os": platform.platform(),
+    }
+
+
+def describe_software() -> dict[str, object]:
+    versions = {name: _version(name) for name in _PACKAGES}
+    commit = _lines("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    changes = _lines("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
+    return {
+        "python": platform.python_version(),
+        "packages": {name: version for name, version in versions.items() if version},
+        "commit": commit[0] if commit else None,
+        "has_local_changes": bool(changes),
+    }
+
+
+def resident_mib(pid: int) -> float | None:
+    """Resident memory of a process now; None if it is not there to ask."""
+    return _status_mib(pid, "VmRSS")
+
+
+def peak_resident_mib(pid: int) -> float | None:
+    """The most it has had since it started."""
+    return _status_mib(pid, "VmHWM")
+
+
+def _status_mib(pid: int, name: str) -> float | None:
+    try:
+        return round(_kib(Path(f"/proc/{pid}/status"), name) / 1024, 1)
+    except OSError:
+        return None
+
+
+def _kib(path: Path, name: str) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    return 0
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _lines(*command: str) -> list[str]:
+    if shutil.which(command[0]) is None:
+        return []
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.splitlines() if result.returncode == 0 else []

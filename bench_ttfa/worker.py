@@ -1,0 +1,268 @@
+"""A client process: opens sessions, waits for the others, says its texts, keeps every time.
+
+It shares no interpreter with the server and does no work while it measures but reading the socket;
+audio is decoded when the load is over.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Barrier
+
+from bench_ttfa.measure import worst_gap_ms
+from clients import (
+    AudioFormat,
+    AudioPacket,
+    EffectiveFormat,
+    PlosiveError,
+    Sampling,
+    Session,
+    Speech,
+    connect,
+    decode_turn,
+)
+from clients.silence import leading_silence_ms
+
+START_TIMEOUT_S = 300.0
+TURN_TIMEOUT_S = 300.0
+_TICK_S = 0.01
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How every session of a run is opened."""
+
+    url: str
+    voice: str | None
+    format: AudioFormat
+    seed: int
+    max_lead_ms: int | None
+    words_per_s: float | None  # text arrives word by word; None: at once
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Open loop: a new session that says one text."""
+
+    after_s: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One process's share of a level: closed loops, each a session's texts, or arrivals."""
+
+    connection: Connection
+    first_session: int
+    loops: list[list[str]]
+    arrivals: list[Arrival]
+    warmups: list[list[str]] = field(default_factory=list)  # each a session's, before the barrier
+
+
+@dataclass
+class TurnRecord:
+    """One turn. `error` is set, and the figures are not, when it failed."""
+
+    num_chars: int
+    error: str | None = None
+    ready_ms: float | None = None  # open loop: of the turn's own session
+    late_ms: float = 0.0  # open loop: behind the arrival time
+    ttfa_ms: float | None = None
+    ttfa_first_text_ms: float | None = None
+    ttfa_audible_ms: float | None = None
+    server_ttfa_ms: float | None = None
+    timeline_ms: dict[str, float] = field(default_factory=dict)
+    worst_gap_ms: float | None = None
+    server_worst_gap_ms: float = 0.0
+    num_packets: int = 0
+    num_frames: int = 0
+    audio_ms: float = 0.0
+    generation_ms: float = 0.0  # commit sent -> last packet
+
+
+@dataclass
+class WorkerResult:
+    turns: list[TurnRecord]
+    lag_ms: list[float]  # how late the event loop ran its 10 ms ticks
+    started_s: float  # monotonic, of the machine
+    ended_s: float
+
+
+@dataclass
+class _Said:
+    record: TurnRecord
+    packets: list[AudioPacket]
+    format: EffectiveFormat
+    num_samples: int
+
+
+_barrier: Barrier | None = None
+
+
+def use_barrier(barrier: Barrier) -> None:
+    """Called once in each process, before `run`."""
+    global _barrier
+    _barrier = barrier
+
+
+def run(plan: Plan) -> WorkerResult:
+    return asyncio.run(_Worker(plan).run())
+
+
+class _Worker:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._turns: list[TurnRecord] = []
+        self._said: list[_Said] = []
+
+    async def run(self) -> WorkerResult:
+        ready = [asyncio.Event() for _ in self._plan.loops]
+        go = asyncio.Event()
+        lag_ms: list[float] = []
+        async with asyncio.TaskGroup() as tasks:
+            for idx, texts in enumerate(self._plan.loops):
+                tasks.create_task(self._closed_loop(idx, texts, ready[idx], go))
+            if not self._plan.loops:
+                await self._warm_up()
+            for event in ready:
+                await event.wait()
+            if _barrier is not None:
+                await asyncio.to_thread(_barrier.wait, START_TIMEOUT_S)
+            started_s = time.monotonic()
+            go.set()
+            watch = asyncio.create_task(_watch_lag(lag_ms))
+            arrivals = [
+                tasks.create_task(self._arrive(idx, arrival, started_s))
+                for idx, arrival in enumerate(self._plan.arrivals)
+            ]
+            await asyncio.gather(*arrivals)
+        ended_s = time.monotonic()
+        watch.cancel()
+        for said in self._said:
+            _listen(said)
+        return WorkerResult(self._turns, lag_ms, started_s, ended_s)
+
+    async def _closed_loop(
+        self, idx: int, texts: list[str], ready: asyncio.Event, go: asyncio.Event
+    ) -> None:
+        """One session, one turn after another; its warm-up first."""
+        num_said = 0
+        try:
+            async with self._connect(idx) as session:
+                for text in self._plan.warmups[idx] if self._plan.warmups else ():
+                    await self._say(session, None, text)
+                ready.set()
+                await go.wait()
+                for text in texts:
+                    num_said += 1
+                    await self._say(session, TurnRecord(len(text)), text)
+        except PlosiveError as error:
+            failed = [TurnRecord(len(text), error=error.code) for text in texts[num_said:]]
+            self._turns += failed
+        finally:
+            ready.set()
+
+    async def _warm_up(self) -> None:
+        for texts in self._plan.warmups:
+            with suppress(PlosiveError):  # what is wrong shows in the measurement
+                async with self._connect(0) as session:
+                    for text in texts:
+                        await self._say(session, None, text)
+
+    async def _arrive(self, idx: int, arrival: Arrival, started_s: float) -> None:
+        due_s = started_s + arrival.after_s
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        record = TurnRecord(len(arrival.text))
+        record.late_ms = 1000.0 * (time.monotonic() - due_s)
+        try:
+            async with self._connect(idx) as session:
+                record.ready_ms = session.ready_ms
+                await self._say(session, record, arrival.text)
+        except PlosiveError as error:
+            record.error = error.code
+            self._turns.append(record)
+
+    def _connect(self, idx: int) -> AbstractAsyncContextManager[Session]:
+        how = self._plan.connection
+        return connect(
+            how.url,
+            voice=how.voice,
+            format=how.format,
+            sampling=Sampling(seed=how.seed + self._plan.first_session + idx),
+            max_lead_ms=how.max_lead_ms,
+        )
+
+    async def _say(self, session: Session, record: TurnRecord | None, text: str) -> None:
+        """Without a record, what it measures is forgotten."""
+        words_per_s = self._plan.connection.words_per_s
+        packets: list[AudioPacket] = []
+        error = None
+        try:
+            speech = session.say(text if words_per_s is None else _words(text, words_per_s))
+            async with asyncio.timeout(TURN_TIMEOUT_S):
+                async for packet in speech:
+                    packets.append(packet)
+        except TimeoutError:
+            error = "timeout"
+        except PlosiveError as raised:
+            error = raised.code
+        if record is None:
+            return
+        self._turns.append(record)
+        record.error = error
+        if error is None:
+            self._keep(record, speech, packets, session.format)
+
+    def _keep(
+        self,
+        record: TurnRecord,
+        speech: Speech,
+        packets: list[AudioPacket],
+        format: EffectiveFormat,
+    ) -> None:
+        timings, metrics = speech.turn.timings, speech.turn.metrics
+        if not packets or metrics is None or timings.commit_s is None:
+            record.error = "no_audio"
+            return
+        record.ttfa_ms = timings.ttfa_ms
+        record.ttfa_first_text_ms = timings.ttfa_from_first_text_ms
+        record.server_ttfa_ms = metrics.server_ttfa_ms
+        record.timeline_ms = dict(metrics.timeline_ms)
+        record.worst_gap_ms = worst_gap_ms(timings.packets_s, format.packet_ms)
+        record.server_worst_gap_ms = metrics.worst_gap_ms
+        record.num_packets = len(packets)
+        record.num_frames = metrics.num_frames
+        record.audio_ms = metrics.audio_ms
+        record.generation_ms = 1000.0 * (timings.packets_s[-1] - timings.commit_s)
+        self._said.append(_Said(record, packets, format, metrics.num_samples))
+
+
+def _listen(said: _Said) -> None:
+    """Decode the turn: where its sound begins, and whether it is all there."""
+    try:
+        samples, sample_rate_hz = decode_turn(said.packets, said.format, said.num_samples)
+    except PlosiveError as error:
+        said.record.error = error.code
+        return
+    silence_ms = leading_silence_ms(samples, sample_rate_hz)
+    if silence_ms is None:
+        said.record.error = "silent"
+    elif said.record.ttfa_ms is not None:
+        said.record.ttfa_audible_ms = said.record.ttfa_ms + silence_ms
+
+
+async def _words(text: str, words_per_s: float) -> AsyncIterator[str]:
+    """Word by word on a steady clock, as a language model writes."""
+    started_s = time.monotonic()
+    for num_words, word in enumerate(text.split(" ")):
+        await asyncio.sleep(max(0.0, started_s + num_words / words_per_s - time.monotonic()))
+        yield word if num_words == 0 else " " + word
+
+
+async def _watch_lag(lag_ms: list[float]) -> None:
+    while True:
+        due_s = time.monotonic() + _TICK_S
+        await asyncio.sleep(_TICK_S)
+        lag_ms.append(1000.0 * (time.monotonic() - due_s))

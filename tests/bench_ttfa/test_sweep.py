@@ -1,0 +1,147 @@
+"""A whole sweep, from options to JSON, against a scripted server in a process of its own."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench_ttfa import report
+from bench_ttfa.__main__ import main
+from bench_ttfa.measure import DEFINITIONS
+from bench_ttfa.run import Config, Level, LevelResult, SweepResult
+from bench_ttfa.worker import Connection, Plan, TurnRecord, WorkerResult, run
+from clients import AudioFormat
+from tests.clients.scripted_server import Peer, scripted_server
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def scripted_serve(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    command = (sys.executable, "-m", "tests.clients.scripted_server")
+    monkeypatch.setattr("clients.local_server.SERVE", command)
+
+
+def test_a_sweep_measures_and_reports(scripted_serve, tmp_path, capsys) -> None:
+    options = ["-c", "2", "--rate", "50", "--turns", "4", "--warmup", "1"]
+    assert main([*options, "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.json")
+    summary = json.loads(path.read_text())
+    assert [level["name"] for level in summary["levels"]] == ["c=2", "50/s"]
+    assert summary["definitions"] == DEFINITIONS
+    assert summary["ready_cold_ms"]["n"] == 2  # ann and bob
+    assert summary["ready_cached_ms"]["n"] == 20
+    assert summary["server_peak_mib"] > 1
+    for level in summary["levels"]:
+        assert len(level["turns"]) == 4
+        assert level["errors"] == {}
+        for name in ("ttfa_ms", "ttfa_audible_ms", "server_ttfa_ms", "real_time_factor"):
+            assert level[name]["n"] == 4
+        silence_ms = level["ttfa_audible_ms"]["p50"] - level["ttfa_ms"]["p50"]
+        assert silence_ms == pytest.approx(10, abs=10)  # it starts with 20 ms of silence
+        assert level["timeline_ms"]["first_packet"]["p50"] == 2.0
+        assert level["c100"] is not None
+        assert level["throughput"] > 0
+    output = capsys.readouterr().out
+    assert "ttfa_audible_ms" in output
+    assert str(path) in output
+
+
+async def test_text_can_arrive_word_by_word() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        pieces = [(await peer.next()).text for _ in range(3)]
+        assert pieces == ["one", " two", " three"]
+        await peer.audio(1, [b"\0\x40" * 480])
+        await peer.next()
+        await peer.done(1, 1)
+        await peer.until_closed()
+
+    async with scripted_server(script) as server:
+        connection = Connection(
+            server.url, None, AudioFormat(codec="pcm_s16le"), 1, None, words_per_s=1000.0
+        )
+        result = await _run(Plan(connection, 0, [["one two three"]], []))
+    (turn,) = result.turns
+    assert turn.error is None
+    assert turn.ttfa_first_text_ms is not None and turn.ttfa_ms is not None
+    assert turn.ttfa_first_text_ms > turn.ttfa_ms
+    assert turn.worst_gap_ms is None  # one packet
+
+
+async def test_failures_are_counted_as_errors() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.next()
+        await peer.next()
+        await peer.done(1, 0)
+        await peer.next()
+        await peer.socket.close(1011)
+
+    async with scripted_server(script) as server:
+        connection = Connection(server.url, None, AudioFormat(), 1, None, None)
+        result = await _run(Plan(connection, 0, [["a", "b", "c"]], []))
+    assert [turn.error for turn in result.turns] == [
+        "no_audio",
+        "connection_lost",
+        "connection_lost",
+    ]
+
+
+async def _run(plan: Plan) -> WorkerResult:
+    """On a thread, where it may have an event loop of its own."""
+    return await asyncio.to_thread(run, plan)
+
+
+def test_a_level_with_lagging_clients_is_not_valid() -> None:
+    config = Config(levels=(), connection=Connection("ws://x", None, AudioFormat(), 1, None, None))
+    good = WorkerResult([TurnRecord(5)], lag_ms=[0.1] * 100, started_s=0.0, ended_s=1.0)
+    bad = WorkerResult(
+        [TurnRecord(5, error="connection_failed"), TurnRecord(5, late_ms=50.0)],
+        lag_ms=[20.0] * 100,
+        started_s=0.0,
+        ended_s=2.0,
+    )
+    level = Level("closed", 3, 2)
+    result = SweepResult(
+        config, levels=[LevelResult(level, [good]), LevelResult(level, [good, bad])]
+    )
+    first, second = report.summarize(result, "now")["levels"]
+    assert first["load_generation_valid"]
+    assert not second["load_generation_valid"]
+    assert len(second["invalid_because"]) == 3
+    assert second["errors"] == {"connection_failed": 1}
+    assert "NO" in report.table(report.summarize(result, "now"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["-c"], "nothing to run"),
+        (["-c", "0"], "at least 1"),
+        (["--rate", "-1"], "more than 0"),
+        (["--url", "ws://x", "--serve", "--device", "cpu"], "for a local server"),
+    ],
+)
+def test_wrong_usage_exits_2(options, message, capsys) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(options)
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unreachable_server_is_one_sentence(capsys) -> None:
+    assert main(["--url", "http://127.0.0.1:9"]) == 1
+    assert "cannot connect to" in capsys.readouterr().err
+
+
+def test_help_teaches_the_use(capsys) -> None:
+    with pytest.raises(SystemExit) as exited:
+        main(["--help"])
+    assert exited.value.code == 0
+    output = capsys.readouterr().out
+    for word in ("--rate", "--words-per-s", "open loop", "Closed loop", "C50"):
+        assert word in output
