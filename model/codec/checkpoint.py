@@ -8,6 +8,7 @@ norm, in either of torch's two spellings, is folded when the weight is taken.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -72,8 +73,7 @@ class Weights:
 
     def at(self, *path: str | int) -> Weights:
         """The same tensors, seen below a longer prefix."""
-        below = Weights.__new__(Weights)
-        below.__dict__.update(self.__dict__)
+        below = copy(self)
         below._prefix = self._prefix + "".join(f"{part}." for part in path)
         return below
 

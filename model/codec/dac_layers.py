@@ -63,26 +63,31 @@ class Taps:
 
 
 class Product:
-    """x @ weight + bias, with the weight laid out as the device multiplies it fastest.
+    """x @ weight (+ bias), with the weight laid out as the device multiplies it fastest.
 
     On x86 in f32 that is oneDNN's own layout: 84 us against 166 us for addmm, whose library does
-    not use AVX-512 on every CPU, at [32, 1344] x [1344, 192] on one core. Rows do not depend on
-    each other: a stream's samples are the same bits whatever else is in the batch.
+    not use AVX-512 on every CPU, at [32, 1344] x [1344, 192] on one core. It also computes a row
+    the same way whatever the other rows are, so that a stream's samples are the same bits
+    whatever else is in the batch.
     """
 
-    def __init__(self, weights: Weights, weight: Tensor, bias: Tensor) -> None:
-        self.weight, self.bias = weights.place(weight), weights.place(bias)
+    def __init__(self, weights: Weights, weight: Tensor, bias: Tensor | None) -> None:
+        """weight f32 [K, N], bias f32 [N]."""
+        self.weight = weights.place(weight)
+        self.bias = None if bias is None else weights.place(bias)
         self.packed: Tensor | None = None
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _HAS_ONEDNN:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.T.contiguous())
-            self.weight = self.weight[:, :0]  # one copy of the weights is enough
+            self.weight = self.weight[:0]  # the packed copy is enough
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
         if self.packed is None:
-            return torch.addmm(self.bias, x, self.weight)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return y
+            return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
+        # A single row takes another kernel, with another rounding.
+        rows = x if x.shape[0] != 1 else x.expand(2, -1)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
+        return y[: x.shape[0]]
 
 
 class CausalConv:
@@ -189,19 +194,19 @@ class ConvNeXt:
         self.norm_weight = weights.place(weights.take("norm.weight", dim))
         self.norm_bias = weights.place(weights.take("norm.bias", dim))
         inner = multiple * dim
-        self.weight1 = weights.place(weights.take("pwconv1.weight", inner, dim))
-        self.bias1 = weights.place(weights.take("pwconv1.bias", inner))
+        bias1 = weights.take("pwconv1.bias", inner)
+        self.expand = Product(weights, weights.take("pwconv1.weight", inner, dim).T, bias1)
         # gamma scales the last product's outputs, so it goes into its rows.
         gamma = weights.take("gamma", dim)
-        self.weight2 = weights.place(weights.take("pwconv2.weight", dim, inner) * gamma[:, None])
-        self.bias2 = weights.place(weights.take("pwconv2.bias", dim) * gamma)
+        weight2 = weights.take("pwconv2.weight", dim, inner) * gamma[:, None]
+        self.reduce = Product(weights, weight2.T, weights.take("pwconv2.bias", dim) * gamma)
         self.taps = Taps(7, 1, dim, layout)
 
     def __call__(self, x: Tensor, history: Tensor) -> Tensor:
         y = (self.taps(x, history) * self.depthwise).sum(2).add_(self.depthwise_bias)
         y = F.layer_norm(y, (y.shape[-1],), self.norm_weight, self.norm_bias, 1e-6)
-        y = F.gelu(F.linear(y, self.weight1, self.bias1))
-        return F.linear(y, self.weight2, self.bias2).add_(x)
+        y = self.reduce(F.gelu(self.expand(y.flatten(0, 1))))
+        return y.view_as(x).add_(x)
 
 
 @dataclass
@@ -296,22 +301,27 @@ class _TransformerLayer:
         def take(name: str, *shape: int) -> Tensor:
             return weights.take(f"{name}.weight", *shape)
 
+        def product(weight: Tensor) -> Product:
+            return Product(weights, weight.T, None)
+
         self.attention_norm = weights.place(take("attention_norm", dim))
-        self.wqkv = weights.place(take("attention.wqkv", 3 * width, dim))
+        self.wqkv = product(take("attention.wqkv", 3 * width, dim))
         # Layer scale multiplies the outputs of wo and w2, so it goes into their rows.
-        self.wo = weights.place(take("attention.wo", dim, width) * scale("attention_layer_scale"))
+        self.wo = product(take("attention.wo", dim, width) * scale("attention_layer_scale"))
         self.ffn_norm = weights.place(take("ffn_norm", dim))
         gate, up = take("feed_forward.w1", inner, dim), take("feed_forward.w3", inner, dim)
-        self.gate_up = weights.place(torch.cat([gate, up]))
-        self.down = weights.place(take("feed_forward.w2", dim, inner) * scale("ffn_layer_scale"))
+        self.gate_up = product(torch.cat([gate, up]))
+        self.down = product(take("feed_forward.w2", dim, inner) * scale("ffn_layer_scale"))
 
     def __call__(self, x: Tensor, ring: KvRing, step: _Step) -> Tensor:
-        dim, eps = self.config.dim, self.config.norm_eps
-        y = F.rms_norm(x, (dim,), self.attention_norm, eps)
-        x = x + F.linear(self._attend(F.linear(y, self.wqkv), ring, step), self.wo)
+        """x [B, T, dim] -> [B, T, dim]."""
+        shape, dim, eps = x.shape, self.config.dim, self.config.norm_eps
+        x = x.reshape(-1, dim)
+        y = self.wqkv(F.rms_norm(x, (dim,), self.attention_norm, eps))
+        x = x + self.wo(self._attend(y.view(*shape[:2], -1), ring, step).view(len(x), -1))
         y = F.rms_norm(x, (dim,), self.ffn_norm, eps)
-        gate, up = F.linear(y, self.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        gate, up = self.gate_up(y).chunk(2, dim=-1)
+        return (x + self.down(F.silu(gate) * up)).view(shape)
 
     def _attend(self, qkv: Tensor, ring: KvRing, step: _Step) -> Tensor:
         heads, head_dim, window = self.config.num_heads, self.config.head_dim, self.config.window
