@@ -1,0 +1,34 @@
+"""Pass recordings through the codec and back: what the codec alone costs.
+
+    python -m model.embedded.recipe.copy_synthesis --codec codec.safetensors --wavs DIR --out OUT
+
+Every DIR/VOICE/ROW.wav becomes OUT/VOICE/ROW.wav.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from model.embedded.recipe.encode import load_codec
+from model.embedded.recipe.export import read_wav
+from model.embedded.recipe.sample import write_wav
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--codec", type=Path, required=True)
+    parser.add_argument("--wavs", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    codec = load_codec(args.codec, device)
+    for path in tqdm(sorted(args.wavs.glob("*/*.wav"))):
+        wav = read_wav(path, codec.sample_rate).to(device)
+        copy = codec.decode(codec.encode(wav[None]))[0, : len(wav)]
+        write_wav(args.out / path.relative_to(args.wavs), copy, codec.sample_rate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Encode the corpus with a trained codec: teacher shards -> one file of codes.
+
+    python -m model.embedded.recipe.encode --shards DIR --codec codec.safetensors --out codes.npz
+
+codes.npz: codes u16 [frames, K], and per clip: offset and length in frames, corpus row (`text`), `voice`.
+Clips are batched only with others of the same number of frames, so each gets the codes it would get alone.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from model.codec.spectral import SpectralCodec, SpectralConfig
+from model.embedded.recipe.shards import BLOCK_SAMPLES, shard_keys
+
+MAX_BATCH_FRAMES = 20_000
+
+
+def load_codec(path: Path, device: torch.device) -> SpectralCodec:
+    """A codec written by `train_codec`: bf16 weights, computed in fp32."""
+    with safe_open(path, framework="pt") as file:
+        config = SpectralConfig.from_dict(json.loads(file.metadata()["codec_config"]))
+        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    codec = SpectralCodec(config)
+    codec.load_state_dict(weights)
+    return codec.to(device).eval()
+
+
+def encode_clips(codec: SpectralCodec, audio: Tensor, lengths: list[int]) -> list[npt.NDArray]:
+    """audio: i16 [samples] on the device, clips one after another -> u16 [frames, K] per clip"""
+    starts = np.cumsum([0, *lengths[:-1]])
+    frames = [-(-length // codec.frame_samples) for length in lengths]
+    groups: dict[int, list[int]] = {}
+    for clip, num_frames in enumerate(frames):
+        groups.setdefault(num_frames, []).append(clip)
+    codes: list[npt.NDArray] = [np.empty(0)] * len(lengths)
+    for num_frames, clips in groups.items():
+        size = max(1, MAX_BATCH_FRAMES // num_frames)
+        for part in (clips[i : i + size] for i in range(0, len(clips), size)):
+            wav = torch.zeros(len(part), num_frames * codec.frame_samples, device=audio.device)
+            for row, clip in enumerate(part):
+                sound = audio[starts[clip] : starts[clip] + lengths[clip]]
+                wav[row, : lengths[clip]] = sound.float() / 32768
+            batch = codec.encode(wav).transpose(1, 2).cpu().numpy().astype(np.uint16)
+            for row, clip in enumerate(part):
+                codes[clip] = batch[row]
+    return codes
+
+
+def encode_shards(
+    codec: SpectralCodec, folder: Path, device: torch.device
+) -> dict[str, npt.NDArray]:
+    codes: list[npt.NDArray] = []
+    rows = []
+    for key in shard_keys(folder):
+        clips = np.load(folder / f"m{key}.npy")
+        audio = torch.from_numpy(np.load(folder / f"a{key}.npy")).to(device)
+        codes += encode_clips(codec, audio, (clips[:, 3] * BLOCK_SAMPLES).tolist())
+        rows.append(clips)
+        print(f"shard {key}: {len(codes)} clips so far", flush=True)
+    table = np.concatenate(rows)
+    lengths = np.array([len(c) for c in codes])
+    return {
+        "codes": np.concatenate(codes),
+        "offset": np.cumsum(lengths) - lengths,
+        "length": lengths,
+        "text": table[:, 0],
+        "voice": table[:, 1],
+    }
+
+
+def entropy_bits(codes: npt.NDArray, codebook_size: int) -> list[float]:
+    """Of each codebook, log2(codebook_size) at most."""
+    result = []
+    for column in codes.T:
+        p = np.bincount(column, minlength=codebook_size) / len(column)
+        p = p[p > 0]
+        result.append(round(float(-(p * np.log2(p)).sum()), 2))
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shards", type=Path, required=True)
+    parser.add_argument("--codec", type=Path, required=True, help="codec.safetensors")
+    parser.add_argument("--out", type=Path, required=True, help="codes.npz")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    codec, start_s = load_codec(args.codec, device), time.monotonic()
+    result = encode_shards(codec, args.shards, device)
+    part = args.out.with_name("part-" + args.out.name)
+    np.savez(part, **result)
+    part.rename(args.out)
+    hours = len(result["codes"]) * codec.frame_samples / codec.sample_rate / 3600
+    bits = entropy_bits(result["codes"], codec.codebook_sizes[0])
+    seconds = time.monotonic() - start_s
+    print(
+        f"{len(result['length'])} clips, {hours:.2f} h in {seconds:.0f} s; bits {bits}", flush=True
+    )
+
+
+if __name__ == "__main__":
+    main()
