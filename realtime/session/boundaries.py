@@ -26,6 +26,7 @@ _MARK = re.compile(
     rf"|(?P<pause>[,;:\u2013\u060c\u061b][{_CLOSERS}]*|[\u2014\uff0c\uff1b\uff1a\u3001])"
     r"|(?P<newline>\n\s*)"
 )
+_NON_SPACE = re.compile(r"\S")
 
 
 def _words(text: str) -> frozenset[str]:
@@ -59,13 +60,20 @@ class Mark(NamedTuple):
     end: int
 
 
-def marks(text: str, is_final: bool) -> Iterator[Mark]:
-    """All marks in order; nothing after an undecided one. `is_final`: no text follows."""
-    for match in _MARK.finditer(text):
+def marks(text: str, is_final: bool, max_start: int) -> Iterator[Mark]:
+    """The marks that start before `max_start`, in order; nothing after an undecided one.
+    `is_final`: no text follows. The cost does not grow with text that lies far behind."""
+    pos, horizon = 0, max_start + _MAX_TAG_CHARS + 4
+    while (found := _MARK.search(text, pos, horizon)) and found.start() < max_start:
+        match = _MARK.match(text, found.start())
+        if match is None:  # the horizon made it look like the end of the text
+            pos = found.start() + 1
+            continue
         mark = _judge(text, match, is_final)
         yield mark
         if mark.kind is Kind.UNDECIDED:
             return
+        pos = match.end()
 
 
 def _judge(text: str, match: re.Match[str], is_final: bool) -> Mark:
@@ -112,7 +120,8 @@ def _stop_kind(text: str, start: int, end: int, mark: str) -> Kind:
         return Kind.SENTENCE
     if not text[end].isspace():
         return Kind.SENTENCE if _is_glued(text, start, end) else Kind.NONE
-    following = text[end:].lstrip()[:1]
+    first = _NON_SPACE.search(text, end)
+    following = first.group() if first else ""
     stop = mark.rstrip(_CLOSERS.replace("\\", ""))
     if stop != "." and set(stop) <= _ELLIPSIS:
         return _by_following(following, if_lower=Kind.CLAUSE)

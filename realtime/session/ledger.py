@@ -7,6 +7,7 @@ segment's frames are known they are estimated from a speaking rate that adapts t
 
 import math
 import re
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from realtime.session.script import CJK
@@ -43,12 +44,11 @@ class _Word:
 
 
 class _Span:
-    """One segment: characters `[start, end)` of the turn, frames from `first_frame` on."""
+    """One segment: characters `[start, end)` of the turn, and how many frames they took."""
 
     def __init__(self, start: int, text: str) -> None:
         self.start = start
         self.end = start + len(text)
-        self.first_frame: int | None = None
         self.num_frames = 0  # delivered so far
         self.is_ended = False
         self.words: list[_Word] = []
@@ -81,6 +81,7 @@ class Ledger:
         self._rate = rate
         self._pieces: list[str] = []
         self._spans: list[_Span] = []
+        self._first_frames: list[int] = []  # of the spans that have begun, within the turn
         self._num_frames = 0
         self._is_turn_ended = False
 
@@ -101,17 +102,12 @@ class Ledger:
 
     def add_frames(self, segment: int, first_frame: int, num_frames: int) -> None:
         """Frames of a segment have been delivered, in order."""
-        span = self._spans[segment]
-        if span.first_frame is None:
-            span.first_frame = first_frame
-        span.num_frames += num_frames
+        self._begin(segment, first_frame).num_frames += num_frames
         self._num_frames = first_frame + num_frames
 
     def end_segment(self, segment: int, num_frames: int) -> None:
         """All frames of the segment have been delivered."""
-        span = self._spans[segment]
-        if span.first_frame is None:
-            span.first_frame = self._num_frames
+        span = self._begin(segment, self._num_frames)
         span.num_frames = num_frames
         span.is_ended = True
         self._rate.learn(span.weight, num_frames)
@@ -129,12 +125,15 @@ class Ledger:
         played_frames = played_ms / self._frame_ms
         if self._is_turn_ended and 0 < self._num_frames <= played_frames + _ROUNDING_FRAMES:
             return len(self.text)
-        num_chars = 0
-        for span in self._spans:
-            if span.first_frame is None or played_frames <= span.first_frame:
-                break
-            num_chars = span.spoken_end(played_frames - span.first_frame, self._rate)
-        return num_chars
+        idx = bisect_left(self._first_frames, played_frames) - 1
+        if idx < 0:
+            return 0
+        return self._spans[idx].spoken_end(played_frames - self._first_frames[idx], self._rate)
+
+    def _begin(self, segment: int, first_frame: int) -> _Span:
+        while segment >= len(self._first_frames):
+            self._first_frames.append(first_frame)
+        return self._spans[segment]
 
 
 def _weight(word: str) -> float:

@@ -55,7 +55,8 @@ class Segmenter:
     @property
     def open_text(self) -> str:
         """What has arrived of the next segment, up to a word border; it may close shorter."""
-        return clean(self._rest[: _stable_end(self._rest)])
+        text = self._rest[: self._policy.max_chars]
+        return clean(text[: _stable_end(text)])
 
     def _close(self, is_final: bool) -> list[Segment]:
         segments: list[Segment] = []
@@ -85,9 +86,7 @@ class Segmenter:
         max_chars = self._policy.max_chars
         last_clause: Mark | None = None
         tags: list[Mark] = []
-        for mark in marks(self._rest, is_final):
-            if mark.start >= max_chars:
-                break
+        for mark in marks(self._rest, is_final, max_chars):
             if mark.kind is Kind.UNDECIDED:
                 return None
             if mark.kind is Kind.NONE:
@@ -130,7 +129,7 @@ def _belongs_to_previous(char: str) -> bool:
 def _stable_end(text: str) -> int:
     """Up to where the text will not change: before the word or tag that is still growing."""
     limit = len(text)
-    for mark in marks(text, is_final=False):
+    for mark in marks(text, is_final=False, max_start=len(text)):
         if mark.kind is Kind.UNDECIDED:
             limit = mark.start
     end = 0

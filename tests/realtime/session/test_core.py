@@ -525,6 +525,16 @@ def test_events_that_are_not_the_sessions_business_have_no_effect(opened):
     assert opened.session.engine_event(SlotReady(SlotRef(2, 4), 1.0, True), 0) == []
 
 
+def test_events_of_a_turn_that_is_not_open_have_no_effect(opened):
+    other = Harness()
+    other.start()
+    other.say(9, "Hello.")
+    while other.engine.step():
+        pass
+    for event in other.engine.in_flight:
+        assert opened.session.engine_event(event, 0) == []
+
+
 # ---------------------------------------------------------------------------- bad input
 
 BAD_FRAMES = [
