@@ -55,7 +55,7 @@ from realtime.session.actions import (
 )
 from realtime.session.ledger import SpeakingRate
 from realtime.session.limits import SessionLimits
-from realtime.session.settings import Settings
+from realtime.session.settings import Settings, SettingsResolver
 from realtime.session.tenant import Tenant
 from realtime.session.turn import Turn
 from realtime.session.turn_queue import TurnQueue
@@ -116,9 +116,9 @@ class Session:
         self.session_id = session_id
         self.state = SessionState.AWAITING_START
         self._info = info
-        self._find_voice = find_voice
         self._limits = limits
         self._make_seed = make_seed
+        self._resolver = SettingsResolver(info, limits, find_voice)
         self._describe_format = describe_format
         self._format: EffectiveFormat | None = None
         self._settings: Settings | None = None  # of the next new turn
@@ -228,43 +228,29 @@ class Session:
             )
 
     def _start(self, message: SessionStart) -> None:
-        self._settings = Settings(
-            voice=self._find_voice(message.voice or self._info.default_voice),
-            prompt=self._usable_prompt(message.prompt),
-            sampling=message.sampling,
-            max_lead_ms=self._usable_lead(message.max_lead_ms, self._limits.default_max_lead_ms),
-        )
+        settings = self._resolver.start(message)
+        self._warn_of_prompt(message.prompt)
+        self._settings = settings
         self._format = self._describe_format(message.format)
         self.state = SessionState.OPEN
         self._actions.append(OpenEncoder(self.slot, message.format))
-        self._open_slot(self._settings)
+        self._open_slot(settings)
 
     def _update(self, message: SessionUpdate) -> None:
         self._check_not_closing()
-        old = self._settings
-        assert old is not None
-        new = Settings(
-            voice=old.voice if message.voice is None else self._find_voice(message.voice),
-            prompt=old.prompt if message.prompt is None else self._usable_prompt(message.prompt),
-            sampling=message.sampling or old.sampling,
-            max_lead_ms=self._usable_lead(message.max_lead_ms, old.max_lead_ms),
-        )
-        self._settings = new
+        assert self._settings is not None
+        self._settings = new = self._resolver.update(self._settings, message)
+        self._warn_of_prompt(message.prompt)
         if self._tenant.is_opened_with(new):
             if not self._tenant.is_awaiting_ready:
                 self._send_ready(prefill_ms=0.0, cached=True)
         elif not self._turns:
             self._open_slot(new)
 
-    def _usable_prompt(self, prompt: str) -> str:
-        if not prompt or self._info.has_prompt:
-            return prompt
-        message = f"{self._info.model_name} takes no prompt"
-        self._send(Warn(code="prompt_ignored", message=message, param="prompt"))
-        return ""
-
-    def _usable_lead(self, lead_ms: int | None, default_ms: int) -> int:
-        return min(default_ms if lead_ms is None else lead_ms, self._limits.max_lead_ms)
+    def _warn_of_prompt(self, prompt: str | None) -> None:
+        if prompt and not self._info.has_prompt:
+            message = f"{self._info.model_name} takes no prompt"
+            self._send(Warn(code="prompt_ignored", message=message, param="prompt"))
 
     # ------------------------------------------------------------------ turns: text in
 

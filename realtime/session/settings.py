@@ -1,10 +1,12 @@
 """What `session.start` and `session.update` settle, with the model's defaults filled in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from realtime.pingpong.api import EngineInfo
 from realtime.pingpong.messages import OpenSlot, SamplingParams, SlotRef, VoicePrompt
-from realtime.wire import Sampling
+from realtime.session.limits import SessionLimits
+from realtime.wire import Sampling, SessionStart, SessionUpdate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +35,37 @@ class Settings:
             sampling=_resolve(self.sampling, info, fresh_seed),
             max_lead_ms=self.max_lead_ms,
         )
+
+
+class SettingsResolver:
+    """Reads what the client asks for. Both methods raise what `find_voice` raises."""
+
+    def __init__(
+        self, info: EngineInfo, limits: SessionLimits, find_voice: Callable[[str], VoicePrompt]
+    ) -> None:
+        self._info = info
+        self._limits = limits
+        self._find_voice = find_voice
+
+    def start(self, message: SessionStart) -> Settings:
+        return Settings(
+            voice=self._find_voice(message.voice or self._info.default_voice),
+            prompt=message.prompt if self._info.has_prompt else "",
+            sampling=message.sampling,
+            max_lead_ms=self._lead_ms(message.max_lead_ms, self._limits.default_max_lead_ms),
+        )
+
+    def update(self, old: Settings, message: SessionUpdate) -> Settings:
+        has_new_prompt = message.prompt is not None and self._info.has_prompt
+        return Settings(
+            voice=old.voice if message.voice is None else self._find_voice(message.voice),
+            prompt=message.prompt or "" if has_new_prompt else old.prompt,
+            sampling=message.sampling or old.sampling,
+            max_lead_ms=self._lead_ms(message.max_lead_ms, old.max_lead_ms),
+        )
+
+    def _lead_ms(self, lead_ms: int | None, default_ms: int) -> int:
+        return min(default_ms if lead_ms is None else lead_ms, self._limits.max_lead_ms)
 
 
 def _resolve(sampling: Sampling, info: EngineInfo, fresh_seed: int) -> SamplingParams:

@@ -166,6 +166,8 @@ def test_a_prompt_that_the_model_cannot_use_is_a_warning():
     )
     warning, _, submit = session.receive_text('{"type":"session.start","prompt":"sad"}', 0)
     assert warning.message.code == "prompt_ignored" and submit.command.prompt == ""
+    (warning,) = session.receive_text('{"type":"session.update","prompt":"sad"}', 0)
+    assert warning.message.code == "prompt_ignored"
 
 
 # ---------------------------------------------------------------------------- life of a turn
