@@ -78,7 +78,7 @@ class Product:
         self.packed: Tensor | None = None
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _HAS_ONEDNN:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.T.contiguous())
-            self.weight = self.weight[:0]  # the packed copy is enough
+            self.weight = self.weight.new_empty(0)  # the packed copy is enough
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [M, K] -> [M, N]."""
