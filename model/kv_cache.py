@@ -95,6 +95,10 @@ class KVCache:
         """
         if self.kv.device.type == "cpu":
             return self._steps_by_row(slots.tolist(), positions.tolist())
+        return self._steps_masked(slots, positions)
+
+    def _steps_masked(self, slots: Tensor, positions: Tensor) -> Attend:
+        """Elsewhere values are not at hand without waiting, so no shape may depend on them."""
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             memory = self.kv[layer]
