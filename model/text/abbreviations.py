@@ -52,7 +52,7 @@ _COUNTED = {
     "sec.": "section", "pp.": "pages", "p.": "page", "Art.": "Article", "art.": "article",
     "Eq.": "Equation", "eq.": "equation", "Ext": "Extension", "ext": "extension",
     "Apt": "Apartment", "apt": "apartment", "Ste": "Suite", "Rm.": "Room", "Bldg.": "Building",
-    "Pt.": "Part", "v.": "verse",
+    "Pt.": "Part", "Rt.": "Route", "Rte.": "Route", "v.": "verse",
 }  # fmt: skip
 
 _SAINTS = frozenset(

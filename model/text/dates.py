@@ -112,9 +112,9 @@ DATE_RULES = (
         _american,
     ),
     rule(
-        r"(?<=\b[Oo]n )(?P<first>[1-9]|1[0-2])/(?P<second>[1-9]|[12]\d|3[01])(?P<year>)"
-        r"(?![\w/]|\.\d)",
-        _american,
+        r"\b(?P<lead>(?:[Oo]n|[Bb]y|[Bb]efore|[Uu]ntil|[Ss]ince|[Dd]ue|[Aa]fter) )"
+        r"(?P<first>[1-9]|1[0-2])/(?P<second>[1-9]|[12]\d|3[01])(?P<year>)(?![\w/]|\.\d)",
+        lambda m: m["lead"] + _american(m).removeprefix(m["lead"]),
     ),
 )
 
@@ -123,6 +123,10 @@ DAY_AND_MONTH_RULES = (
     rule(
         rf"(?<!\w)(?P<month>{any_of(m for m in _MONTH_BY_NAME if m.endswith('.'))})(?= [a-z0-9]|,)",
         lambda m: _MONTH_BY_NAME[m["month"]],
+    ),
+    rule(
+        rf"(?<!\w)({any_of(_DAYS)})\.? ?[-–] ?({any_of(_DAYS)})(?!\w)",
+        lambda m: f"{_DAYS[m[1]]} to {_DAYS[m[2]]}",
     ),
     rule(
         rf"(?<!\w)(?P<day>{any_of(_DAYS)})(?:\.(?= [a-z0-9]|,)|(?=,? (?:{_MONTH})(?!\w)))",

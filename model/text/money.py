@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from model.text.numbers import cardinal, is_one, number
-from model.text.rules import NUMBER, any_of, rule
+from model.text.rules import NUMBER, any_of, is_adjective, rule
 from model.text.spelled import spell
 
 
@@ -96,7 +96,10 @@ def amount(text: str, currency: Currency, magnitude: str = "") -> str:
 
 def _sign_first(match: re.Match[str]) -> str:
     minus = "minus " if match["minus"] or match["inner"] else ""
-    return minus + amount(match["amount"], CURRENCIES[match["sign"]], _magnitude(match))
+    currency = CURRENCIES[match["sign"]]
+    if is_adjective(match):
+        currency = currency._replace(many=currency.one, cents=currency.cent)
+    return minus + amount(match["amount"], currency, _magnitude(match))
 
 
 def _sign_last(match: re.Match[str]) -> str:

@@ -6,6 +6,7 @@ from functools import lru_cache
 from num2words import num2words
 
 from model.text.rules import END, NUMBER, START, Rule, any_of, rule, words
+from model.text.spelled import spell
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _LONGEST = 36  # digits; a longer run is read digit by digit
@@ -118,6 +119,15 @@ IDIOM_RULES = (
     rule(r"(?<![\d/])24/7/365(?![\d/])", "twenty four seven three sixty five"),
     rule(r"(?<![\d/])24/7(?![\d/])", "twenty four seven"),
     rule(r"(?<![\d:])16:9(?![\d:])", "sixteen by nine"),
+    rule(r"(?<![\d/])20/20(?![\d/])", "twenty twenty"),
+    rule(r"(?<!\w)401\(?k\)?(?!\w)", f"four oh one {spell('K')}"),
+    rule(r"(?<!\w)49ers(?!\w)", "forty niners"),
+    rule(r"(?<![\w.,])100s(?!\w)", "hundreds"),
+    rule(r"(?<![\w.,])1,?000s(?= of)", "thousands"),
+    rule(
+        r"(?<![\w.,])(\d{2,3})\.(\d)(?= [AF]M\b)",
+        lambda m: f"{hundreds(m[1])} point {digits(m[2])}",
+    ),
     rule(r"(?<![\d/])50/50(?![\d/])", "fifty fifty"),
     rule(r"(?<![\d/])9/11(?![\d/])", "nine eleven"),
 )
@@ -144,13 +154,13 @@ _YEAR_BEFORE = any_of(
 _ROOM_BEFORE = any_of(
     words(
         "room suite apartment apt unit flight gate route highway interstate bus train channel "
-        "Boeing Airbus building area studio locker bay I- US- Route- Porsche"
+        "Boeing RTX GTX Airbus building area studio locker bay I- US- Route- Porsche"
     )
 )
 _CODE_BEFORE = any_of(
     words(
         "code PIN pin zip ZIP ID id order account tracking confirmation reference invoice "
-        "extension ext serial case ticket booking number"
+        "extension ext serial case ticket booking number ending ends"
     )
 )
 _NOT_A_YEAR = (
@@ -209,7 +219,7 @@ RANGE_RULES = (
         r"(?<![\w.,-])\d+(?:-\d+){2,}(?![\w-])",
         lambda m: ", ".join(digits(part) for part in m[0].split("-")),
     ),
-    rule(rf"({NUMBER}%?) ?[-–—] ?(?={NUMBER})(?!\d[\d.,]* ?=)", r"\1 to "),
+    rule(rf"(?<![A-Za-z\d.,])({NUMBER}%?) ?[-–—] ?(?={NUMBER})(?!\d[\d.,]* ?=)", r"\1 to "),
 )
 
 
@@ -219,6 +229,7 @@ def _power_of_ten(match: re.Match[str]) -> str:
 
 
 ORDINAL_RULES = (
+    rule(r"(?<=[a-z]{2})-(?=\d)", " "),
     rule(rf"{START}(\d+(?:\.\d+)?)[eE]([+-]?)(\d{{1,4}})(?!\w)", _power_of_ten),
     rule(
         r"(?<![\w.])(?P<number>\d{1,3}(?:,\d{3})+|\d+)(?:st|nd|rd|th|ST|ND|RD|TH)(?!\w)", _ordinal
@@ -230,6 +241,7 @@ ORDINAL_RULES = (
 )
 
 NUMBER_RULES: tuple[Rule, ...] = (
+    rule(r"(\.\d+)-(?=[a-z]{2})", r"\1 "),
     rule(
         rf"\b((?i:{_YEAR_BEFORE})\s)(?P<year>1\d{{3}}|2[01]\d\d)(?![\w]|[.,]\d){_NOT_A_YEAR}",
         lambda m: m[1] + year(int(m["year"])),
@@ -243,7 +255,7 @@ NUMBER_RULES: tuple[Rule, ...] = (
         lambda m: m[1] + hundreds(m["n"]),
     ),
     rule(
-        rf"\b((?:{_CODE_BEFORE})(?: number| code| is|:| no\.?)* )(?P<n>\d{{4,}}){END}",
+        rf"\b((?:{_CODE_BEFORE})(?: number| code| is| in|:| no\.?)* )(?P<n>\d{{4,}}){END}",
         lambda m: m[1] + digits(m["n"]),
         re.IGNORECASE,
     ),

@@ -58,6 +58,16 @@ _NEXT_WORD = re.compile(r"\s+([A-Z][a-z]*)\b")
 _REST = re.compile(r"\s*\Z")
 
 
+_NOUN_NEXT = re.compile(r" (?!(?:of|in|for|to|and|or|on|at|by|per|from|is|was|off)\b)[a-z]{3}")
+
+
+def is_adjective(match: re.Match[str]) -> bool:
+    """Whether a measure stands between "a" and a noun: "a 3.5mm jack", "a $1.2M home"."""
+    article = match.string[max(0, match.start() - 3) : match.start()].lower()
+    is_after_article = article.endswith((" a ", "an ")) or article == "a "
+    return is_after_article and _NOUN_NEXT.match(match.string, match.end()) is not None
+
+
 def ends_sentence(match: re.Match[str]) -> bool:
     """Whether the period of a matched abbreviation also ends a sentence."""
     following = _NEXT_WORD.match(match.string, match.end())

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from model.text.money import MAGNITUDES
 from model.text.numbers import is_one, number
-from model.text.rules import NUMBER, any_of, ends_sentence, rule
+from model.text.rules import NUMBER, any_of, ends_sentence, is_adjective, rule
 from model.text.spelled import spell
 
 
@@ -111,7 +111,7 @@ _AMOUNT = rf"(?<![\w.,])(?P<amount>{NUMBER})"
 
 def _measure(match: re.Match[str]) -> str:
     unit = UNITS[match["unit"]]
-    single = is_one(match["amount"]) or match["hyphen"] == "-"
+    single = is_one(match["amount"]) or match["hyphen"] == "-" or is_adjective(match)
     stop = "." if match["unit"].endswith(".") and ends_sentence(match) else ""
     return f"{number(match['amount'])} {unit.one if single else unit.many}{stop}"
 

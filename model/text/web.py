@@ -93,7 +93,12 @@ def _version(match: re.Match[str]) -> str:
     return name + " point ".join(number(part) for part in match["parts"].split("."))
 
 
+def _vanity(match: re.Match[str]) -> str:
+    return f"one, {_spoken_group(match[1])}, {match[2].lower()}"
+
+
 PHONE_RULES = (
+    rule(r"(?<![\w-])1[ -](8\d\d)-([A-Z]{3,}(?:-[A-Z]+)*)(?!\w)", _vanity),
     rule(
         r"(?<![\w.+-])\+\d{1,3}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{2,4}(?:[ .-]?\d{2,4}){1,4}(?![\w-])",
         _phone,
@@ -150,6 +155,6 @@ def web_rules(knows: Knows) -> tuple[Rule, ...]:
             read,
         ),
         rule(r"(?<![\w.@])@([A-Za-z_]\w{0,39})", handle, re.ASCII),
-        rule(r"(?<![\w&#])#([A-Za-z_]\w{1,99})", hashtag, re.ASCII),
+        rule(r"(?<![\w&#])#([A-Za-z]{2}[A-Za-z_]\w{0,99})", hashtag, re.ASCII),
         rule(r"(?<![\w.~])~?(?:/[\w.-]{1,100}){2,20}/?(?!\w)", read, re.ASCII),
     )

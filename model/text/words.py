@@ -5,13 +5,13 @@ from collections.abc import Callable
 
 from model.text.numbers import code, hundreds
 from model.text.rules import words
-from model.text.spelled import spell
+from model.text.spelled import RUNE, spell
 
 Kind = Callable[[str], str]
 """What the lexicon says of a word: "word" when it is read as one, "either" when a capitalised
 initialism and a word are written alike, "" when it is unknown."""
 
-_TOKEN = re.compile(r"[A-Za-z0-9]+(?:['-][A-Za-z0-9]+)*'?")
+_TOKEN = re.compile(rf"(?<!{RUNE})[A-Za-z0-9]+(?:['-][A-Za-z0-9]+)*'?")
 _WITH_DIGITS = re.compile(
     r"(?<![\w.,])(?:[A-Za-z]+-?[0-9]+|[0-9]+-?[A-Za-z]+)[A-Za-z0-9]*(?:-[A-Za-z0-9]+)*"
 )
@@ -31,7 +31,8 @@ _PRODUCTS = {
     "OK": "OK", "ok": "OK", "Ok": "OK", "JPEG": "JPEG", "PostgreSQL": f"postgress {spell('QL')}",
     "HTTPS": spell("HTTPS"), "YAML": "yammle", "B2B": f"{spell('B')} to {spell('B')}",
     "B2C": f"{spell('B')} to {spell('C')}", "P2P": f"{spell('P')} to {spell('P')}",
-    "AIDS": "AIDS", "US": spell("US"), "USA": spell("USA"), "UK": spell("UK"), "TV": spell("TV"),
+    "WWI": "World War one", "WWII": "World War two", "AIDS": "AIDS",
+    "US": spell("US"), "USA": spell("USA"), "UK": spell("UK"), "TV": spell("TV"),
     "sudo": "sue doo", "nginx": "engine X", "kubectl": "kube control",
 }  # fmt: skip
 _LETTERS = frozenset(
