@@ -1,0 +1,111 @@
+"""A checkpoint directory as one object: DualAR, codec, prompt layout, front end, how to serve it."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from model.codec import Codec, load_codec
+from model.dual_ar import DualAR
+from model.errors import ConfigError
+from model.loader import load_dual_ar
+from model.prompt import PromptBuilder, load_tokenizer
+from model.text import EnglishFrontEnd
+
+
+class Spoken(Protocol):
+    """What a front end makes of a text: the string the model reads, and what was read otherwise."""
+
+    @property
+    def phonemes(self) -> str: ...
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """Text as it is, for models that read spelling."""
+
+    phonemes: str
+    warnings: tuple[str, ...] = ()
+
+
+FRONT_ENDS: dict[str, Callable[[], Callable[[str], Spoken]]] = {
+    "none": lambda: PlainText,
+    "english_phonemes": EnglishFrontEnd,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How a checkpoint wants to be served: the section `plosive` of its config.json. The defaults
+    are those of S2 Pro, whose config.json has no such section."""
+
+    front_end: str = "none"
+    context: Literal["prefix", "dialogue"] = "dialogue"  # what precedes a segment in the KV
+    has_prompt: bool = True
+    default_voice: str = "default"
+    max_segment_chars: int = 300
+    max_frames: int = 1024  # of one segment
+    temperature: float = 0.8
+    top_p: float = 0.8
+    top_k: int = 30
+
+    def __post_init__(self) -> None:
+        if self.front_end not in FRONT_ENDS:
+            raise ConfigError(
+                f"plosive.front_end: got {self.front_end!r}, expected one of {sorted(FRONT_ENDS)}"
+            )
+        if self.context not in ("prefix", "dialogue"):
+            raise ConfigError(f"plosive.context: got {self.context!r}, expected prefix or dialogue")
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechModel:
+    """All that the engine needs. Modules are in eval mode on one device."""
+
+    name: str
+    path: Path
+    device: torch.device
+    dual_ar: DualAR
+    codec: Codec
+    prompt: PromptBuilder
+    front_end: Callable[[str], Spoken]
+    serving: Serving
+
+
+def read_serving(config: dict[str, Any]) -> Serving:
+    """The `plosive` section of a config.json. Raises ConfigError for a field it does not know."""
+    section = config.get("plosive", {})
+    valid = [field.name for field in fields(Serving)]
+    unknown = sorted(set(section) - set(valid))
+    if unknown:
+        raise ConfigError(f"plosive: unknown field {unknown[0]!r}; valid fields: {valid}")
+    return Serving(**section)
+
+
+def load_speech_model(
+    path: Path, *, name: str | None = None, device: str = "cpu", dtype: torch.dtype | None = None
+) -> SpeechModel:
+    """Load a checkpoint directory (S2 Pro's layout or the embedded model's).
+
+    Raises:
+        ConfigError, CheckpointError: naming the file or tensor, what was found, what was expected.
+    """
+    target = torch.device(device)
+    dtype = dtype or (torch.bfloat16 if target.type == "cuda" else torch.float32)
+    dual_ar = load_dual_ar(path, target, dtype)
+    serving = read_serving(json.loads((path / "config.json").read_text("utf-8")))
+    return SpeechModel(
+        name=name or path.name,
+        path=path,
+        device=target,
+        dual_ar=dual_ar,
+        codec=load_codec(path, target, torch.float32),
+        prompt=PromptBuilder(load_tokenizer(path), dual_ar.config),
+        front_end=FRONT_ENDS[serving.front_end](),
+        serving=serving,
+    )

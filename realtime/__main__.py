@@ -1,0 +1,41 @@
+"""`plosive`: the composition root. Nothing else constructs an engine, a server or a client.
+
+Sub-commands import what they need when they run: `plosive --help` and `plosive say --url` must not
+pay two seconds for torch.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib import import_module
+
+COMMANDS = {
+    "serve": "run the server: text in over a WebSocket, Opus out",
+    "say": "speak one text, through a server that is running or a local one started for it",
+    "voices": "list, add and delete a server's voices",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="plosive",
+        description="A real-time WebSocket voice-agent runtime.",
+        epilog="Each command has its own --help.",
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    argv = sys.argv[1:] if argv is None else argv
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == wanted:
+            import_module(f"realtime.cli.{name}").add_arguments(subparser)
+    args = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = import_module(f"realtime.cli.{args.command}").run
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

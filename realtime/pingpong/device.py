@@ -1,0 +1,66 @@
+"""What differs between CUDA and the CPU in the engine, and the only places where a host wait on the
+device may happen (`Event.wait_on_host`)."""
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+
+class Event:
+    """A point in a stream's work. On the CPU all work is done when the call returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        """Mark the current stream's work so far."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream())
+
+    def wait_on_stream(self) -> None:
+        """Make the current stream wait; the host does not."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        """Block the calling thread until the marked work is done."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def stream_scope(device: torch.device, priority: int = 0) -> AbstractContextManager[object]:
+    """A stream of its own for the calling thread, for as long as the scope lasts."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(stream)
+
+
+def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host memory from which and to which copies do not block: pinned when the device is CUDA."""
+    return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class IndexUpload:
+    """Small index lists to the device without a blocking copy: two pinned buffers in turn, each
+    reused only after the copy made from it has run."""
+
+    def __init__(self, max_items: int, device: torch.device) -> None:
+        self._host = [host_buffer((max_items,), torch.int64, device) for _ in range(2)]
+        self._device = [torch.empty(max_items, dtype=torch.int64, device=device) for _ in range(2)]
+        self._copied = [Event(device) for _ in range(2)]
+        self._turn = 0
+
+    def __call__(self, items: list[int]) -> Tensor:
+        """i64 [len(items)] (device), valid until the call after the next."""
+        turn, self._turn = self._turn, 1 - self._turn
+        self._copied[turn].wait_on_host()
+        host, device = self._host[turn][: len(items)], self._device[turn][: len(items)]
+        host.copy_(torch.tensor(items, dtype=torch.int64))
+        device.copy_(host, non_blocking=True)
+        self._copied[turn].record()
+        return device

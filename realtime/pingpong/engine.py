@@ -1,0 +1,245 @@
+"""The ping-pong engine: prefill, decode and vocode on their own threads, seen as one object.
+
+    event loop --commands--> prefill --Join--> decode --StepBuffer--> vocode --events--> sink
+                                ^------Returned---'        ^--free buffers--'
+
+Every slot is owned by exactly one of prefill and decode; ownership travels with the messages. The
+generation of a slot, written by the event loop alone, makes whatever is late recognisable.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.audio import ClipError, read_clip
+from model.speech_model import SpeechModel
+from realtime.errors import EngineError, VoiceError
+from realtime.pingpong.api import EngineInfo
+from realtime.pingpong.decode import DecodeLoop
+from realtime.pingpong.messages import (
+    CancelTurn,
+    CloseSlot,
+    Command,
+    Event,
+    OpenSlot,
+    SamplingParams,
+    SlotFailed,
+    SlotRef,
+    VoicePrompt,
+)
+from realtime.pingpong.prefill import PrefillLoop, prefix_rows
+from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
+from realtime.pingpong.slots import Slots
+from realtime.pingpong.steps import Returned
+from realtime.pingpong.vocode import VocodeLoop
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes of the engine; all memory is taken at construction."""
+
+    num_slots: int = 4
+    max_positions: int = 4096  # of a slot: prefix, dialogue and current segment
+    max_prefix_positions: int = 65_536  # of all cached prefixes together
+    chunk_positions: int = 64  # prefilled at a time, so that urgent work gets its turn
+    num_threads: int = 1  # intra-op threads of each engine thread (CPU)
+    in_order: bool = False  # no overlap: the oracle
+
+
+class PingPongEngine:
+    """Implements `realtime.pingpong.api.Engine`."""
+
+    def __init__(self, model: SpeechModel, config: EngineConfig) -> None:
+        max_positions = min(config.max_positions, model.dual_ar.config.slow.max_len)
+        self._model = model
+        self._config = config
+        self._slots = Slots(config.num_slots)
+        self._prefixes = PrefixCache(config.max_prefix_positions)
+        with torch.inference_mode():
+            self._cache = model.dual_ar.new_cache(config.num_slots, max_positions)
+            self._vocode = VocodeLoop(
+                model,
+                self._slots,
+                free=lambda buffer: self._decode.free_buffers.put(buffer),
+                sink=lambda event: self._sink(event),
+            )
+            self._decode = DecodeLoop(
+                model,
+                self._cache,
+                self._slots,
+                give_back=self._give_back,
+                vocode=lambda buffer: self._vocode.inbox.put(buffer),
+                in_order=config.in_order,
+            )
+            self._prefill = PrefillLoop(
+                model,
+                self._cache,
+                self._slots,
+                self._prefixes,
+                emit=lambda event: self._vocode.inbox.put(event),
+                join=lambda join: self._decode.inbox.put(join),
+                chunk_positions=config.chunk_positions,
+            )
+        self._sink: Callable[[Event], None] = _no_sink
+        self._threads: list[threading.Thread] = []
+        self._is_stopping = threading.Event()
+        self._failure: str | None = None
+        self._opened: dict[int, SlotRef] = {}  # written by the event loop
+
+    # ------------------------------------------------------------------ the event loop's side
+
+    @property
+    def info(self) -> EngineInfo:
+        model, serving = self._model, self._model.serving
+        voices_path = model.path / "voices"
+        return EngineInfo(
+            model_name=model.name,
+            sample_rate=model.codec.sample_rate,
+            frame_samples=model.codec.frame_samples,
+            num_codebooks=model.codec.num_codebooks,
+            num_slots=self._config.num_slots,
+            default_temperature=serving.temperature,
+            default_top_p=serving.top_p,
+            default_top_k=serving.top_k,
+            default_voice=serving.default_voice,
+            builtin_voices_path=voices_path if voices_path.is_dir() else None,
+            max_segment_chars=serving.max_segment_chars,
+            has_prompt=serving.has_prompt,
+        )
+
+    @property
+    def slots(self) -> Slots:
+        return self._slots
+
+    def start(self, sink: Callable[[Event], None]) -> None:
+        assert not self._threads, "the engine is started once"
+        self._sink = sink
+        for name, run in (
+            ("vocode", self._vocode.run),
+            ("decode", self._decode.run),
+            ("prefill", self._prefill.run),
+        ):
+            thread = threading.Thread(
+                target=self._run, args=(name, run), name=f"plosive-{name}", daemon=True
+            )
+            self._threads.append(thread)
+            thread.start()
+
+    def submit(self, command: Command) -> None:
+        if self._failure is not None or self._is_stopping.is_set():
+            raise EngineError("engine_stopped", self._failure or "the engine is stopped")
+        if isinstance(command, OpenSlot):
+            self._opened[command.slot.idx] = command.slot
+        if not self._prefill.inbox.offer(command):
+            raise EngineError(
+                "engine_overloaded",
+                f"{len(self._prefill.inbox)} commands are waiting; send text in larger pieces",
+            )
+        if isinstance(command, CancelTurn | CloseSlot):
+            self._decode.inbox.poke()  # a paused stream is dropped now, not at its next frame
+
+    def set_blocked(self, slot: SlotRef, is_blocked: bool) -> None:
+        if self._slots.is_current(slot) and self._decode.is_blocked[slot.idx] != is_blocked:
+            self._decode.is_blocked[slot.idx] = is_blocked
+            self._decode.inbox.poke()
+
+    def stats(self) -> dict[str, float]:
+        prefill, decode, vocode = self._prefill, self._decode, self._vocode
+        return {
+            "slots_active": self._slots.num_slots - self._slots.num_free,
+            "decode_steps_total": decode.num_steps,
+            "decode_rows_total": decode.num_rows,
+            "vocode_frames_total": vocode.num_frames,
+            "prefill_positions_total": prefill.num_positions,
+            "prefill_queue": len(prefill.inbox),
+            "vocode_queue": len(vocode.inbox),
+            "prefixes_cached": len(self._prefixes),
+            "prefix_hits_total": self._prefixes.num_hits,
+            "prefix_misses_total": self._prefixes.num_misses,
+        }
+
+    def stop(self) -> None:
+        """Stop the threads; what is in flight is dropped. Idempotent."""
+        self._is_stopping.set()
+        for mailbox in (
+            self._prefill.inbox,
+            self._decode.inbox,
+            self._decode.free_buffers,
+            self._vocode.inbox,
+        ):
+            mailbox.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=10.0)
+
+    # ------------------------------------------------------------------ start-up and voices
+
+    def warm_up(self, voices: tuple[VoicePrompt, ...]) -> None:
+        """Run every batch size once and cache the voices' prefixes. No session may be open."""
+        with torch.inference_mode():
+            for voice in voices:
+                self._warm_prefix(voice)
+            for num_rows in range(1, self._config.num_slots + 1):
+                self._warm_batch(num_rows)
+
+    def encode_voice(self, clip: bytes, max_seconds: float) -> NDArray[np.int32]:
+        self._set_threads()
+        codec = self._model.codec
+        try:
+            wav = read_clip(clip, codec.sample_rate, max_seconds=max_seconds, trim_silence=True)
+        except ClipError as error:
+            raise VoiceError("invalid_clip", str(error), param="file") from error
+        with torch.inference_mode():
+            codes = codec.encode(wav[None].to(self._model.device))
+        return codes[0].to(torch.int32).cpu().numpy()
+
+    def _warm_prefix(self, voice: VoicePrompt) -> None:
+        sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=1, seed=0)
+        rows = prefix_rows(self._model, OpenSlot(SlotRef(0, 0), (voice,), "", sampling, 1000))
+        self._model.dual_ar.prefill(rows.to(self._model.device), self._cache, 0, 0)
+        self._prefixes.add(prefix_key(rows), self._cache.snapshot(0, rows.shape[1]))
+
+    def _warm_batch(self, num_rows: int) -> None:
+        model = self._model
+        state = model.dual_ar.new_frame_state(self._config.num_slots)
+        codec_state = model.codec.init_state(self._config.num_slots)
+        slots = torch.arange(num_rows, device=model.device)
+        for _ in range(2):
+            frame = model.dual_ar.decode_frame(state, slots, self._cache)
+            model.codec.decode_stream(frame.codes.unsqueeze(-1), codec_state, slots)
+
+    # ------------------------------------------------------------------ threads
+
+    def _set_threads(self) -> None:
+        if self._model.device.type == "cpu":
+            torch.set_num_threads(self._config.num_threads)
+
+    def _run(self, name: str, run: Callable[[Callable[[], bool]], None]) -> None:
+        self._set_threads()
+        try:
+            run(self._is_stopping.is_set)
+        except Exception as error:
+            if not self._is_stopping.is_set():
+                logger.exception("engine thread %s died", name)
+                self._die(f"{name}: {type(error).__name__}: {error}")
+
+    def _die(self, failure: str) -> None:
+        """One thread is gone: nobody may wait for the others any longer."""
+        self._failure = failure
+        for slot in list(self._opened.values()):
+            self._sink(SlotFailed(slot, failure))
+
+    def _give_back(self, returned: Returned) -> None:
+        self._prefill.inbox.put(returned)
+
+
+def _no_sink(event: Event) -> None:
+    raise AssertionError(f"{event} before start ({time.monotonic():.1f} s)")

@@ -1,0 +1,438 @@
+"""The prefill thread: owns every slot that is not decoding, and all knowledge of turns.
+
+It takes commands from the event loop and slots that decode gives back, and turns them into KV: the
+voice's prefix at connect, text while it is still being written, the assistant header once a segment
+is closed. A slot whose segment is fully prefilled goes to decode as a `Join`. Work is done in
+chunks, most urgent first, so that nobody's first audio waits for somebody's long reference.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from model.kv_cache import KVCache
+from model.prompt import Voice
+from model.speech_model import SpeechModel
+from realtime.pingpong.device import Event, stream_scope
+from realtime.pingpong.handoff import Mailbox
+from realtime.pingpong.messages import (
+    CancelTurn,
+    CloseSlot,
+    Command,
+    EndTurn,
+    EngineWarning,
+    OpenSlot,
+    SamplingParams,
+    SegmentEnd,
+    SetText,
+    SlotClosed,
+    SlotFailed,
+    SlotReady,
+    SlotRef,
+    TurnEnd,
+)
+from realtime.pingpong.messages import Event as EngineEvent
+from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
+from realtime.pingpong.slots import Slots
+from realtime.pingpong.steps import Join, Returned
+
+logger = logging.getLogger(__name__)
+
+_SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # golden ratio: segments of a turn draw unrelated numbers
+_SEED_MASK = (1 << 63) - 1
+_MIN_TEXT_POSITIONS = 64  # of a segment, besides its frames
+
+
+@dataclass(slots=True)
+class _Segment:
+    text: str = ""
+    is_closed: bool = False
+
+
+@dataclass(slots=True)
+class _Turn:
+    turn_id: int
+    segments: list[_Segment] = field(default_factory=list)
+    num_segments: int | None = None  # known once the turn has ended on the wire
+    next_segment: int = 0
+    num_frames: int = 0
+    start_length: int = 0  # of the context before the turn
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (KV of first frame, num_frames)
+    stamps_ns: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_segments is not None and self.next_segment >= self.num_segments
+
+    @property
+    def current(self) -> _Segment | None:
+        return self.segments[self.next_segment] if self.next_segment < len(self.segments) else None
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """A slot as the prefill thread knows it. `rows[:, :num_done]` of the current segment are in the
+    KV from `context_length` on."""
+
+    slot: SlotRef
+    sampling: SamplingParams
+    max_lead_ns: int = 0
+    opening: OpenSlot | None = None  # prefix still to be prefilled
+    opening_rows: Tensor | None = None
+    opening_after: int | None = None  # the turn that was on when it came; it keeps its voice
+    opened_at_ns: int = 0
+    prefix_length: int = 0
+    context_length: int = 0  # prefix, and in dialogue context the exchanges after it
+    rows: Tensor | None = None  # i32 [1+K, T] (host), what is (partly) prefilled after the context
+    num_done: int = 0
+    prepared: tuple[str, bool] | None = None  # the (text, is_closed) that `rows` was made from
+    is_decoding: bool = False  # decode owns the slot
+    cancelled: "tuple[_Turn, int] | None" = None  # while decoding, with the frames heard of it
+    is_closing: bool = False
+    turn: _Turn | None = None
+
+    @property
+    def may_open(self) -> bool:
+        is_turn_over = self.turn is None or self.turn.turn_id != self.opening_after
+        return self.opening is not None and is_turn_over
+
+
+class PrefillLoop:
+    """One iteration at a time (`step`), so that tests can drive it without a thread."""
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        cache: KVCache,
+        slots: Slots,
+        prefixes: PrefixCache,
+        emit: Callable[[EngineEvent], None],
+        join: Callable[[Join], None],
+        chunk_positions: int,
+    ) -> None:
+        self.inbox: Mailbox[Command | Returned] = Mailbox(max_items=64 * slots.num_slots + 64)
+        self._model = model
+        self._cache = cache
+        self._slots = slots
+        self._prefixes = prefixes
+        self._emit = emit
+        self._join = join
+        self._chunk = chunk_positions
+        self._tenants: dict[int, _Tenant] = {}
+        self.num_positions = 0  # prefilled so far, for metrics
+
+    def run(self, is_stopping: Callable[[], bool]) -> None:
+        with torch.inference_mode(), stream_scope(self._model.device):
+            while not is_stopping():
+                self.step(wait_s=None)
+
+    def step(self, wait_s: float | None = 0.0) -> bool:
+        """Take what has arrived, then do the most urgent chunk. False when there was none."""
+        has_work = self._most_urgent() is not None
+        for message in self.inbox.take_all(0.0 if has_work else wait_s):
+            self._receive(message)
+        tenant = self._most_urgent()
+        if tenant is None:
+            return False
+        try:
+            self._advance(tenant)
+        except Exception as error:
+            logger.exception("prefill failed in slot %s", tenant.slot)
+            self._fail(tenant, error)
+        return True
+
+    # ------------------------------------------------------------------ messages
+
+    def _receive(self, message: Command | Returned) -> None:
+        if isinstance(message, OpenSlot):
+            self._open(message)
+            return
+        tenant = self._tenants.get(message.slot.idx)
+        if tenant is None:
+            if isinstance(message, CloseSlot):  # closed before it was opened
+                self._emit(SlotClosed(message.slot))
+            return
+        if isinstance(message, Returned):
+            self._take_back(tenant, message)
+        elif isinstance(message, CancelTurn):
+            self._cancel(tenant, message)
+        elif isinstance(message, CloseSlot):
+            self._close(tenant, message)
+        elif message.slot == tenant.slot:
+            self._receive_text(tenant, message)
+
+    def _open(self, command: OpenSlot) -> None:
+        tenant = self._tenants.get(command.slot.idx)
+        if tenant is None:
+            tenant = self._tenants[command.slot.idx] = _Tenant(command.slot, command.sampling)
+        tenant.slot = command.slot
+        tenant.opening, tenant.opening_rows = command, None
+        tenant.opening_after = tenant.turn.turn_id if tenant.turn is not None else None
+        tenant.opened_at_ns = time.perf_counter_ns()
+
+    def _receive_text(self, tenant: _Tenant, message: SetText | EndTurn) -> None:
+        if tenant.turn is None:
+            tenant.turn = _Turn(message.turn_id, start_length=tenant.context_length)
+        turn = tenant.turn
+        assert turn.turn_id == message.turn_id, (turn.turn_id, message)
+        if isinstance(message, EndTurn):
+            turn.num_segments = message.num_segments
+            self._finish_turn_if_over(tenant)
+            return
+        if message.segment == len(turn.segments):
+            turn.segments.append(_Segment())
+        segment = turn.segments[message.segment]
+        segment.text, segment.is_closed = message.text, message.is_closed
+
+    def _cancel(self, tenant: _Tenant, command: CancelTurn) -> None:
+        tenant.slot = command.slot
+        if tenant.turn is None or tenant.turn.turn_id != command.turn_id:
+            return
+        turn, tenant.turn = tenant.turn, None
+        if tenant.is_decoding:
+            tenant.cancelled = (turn, command.heard_frames)
+        else:
+            self._forget(tenant, turn, command.heard_frames)
+
+    def _close(self, tenant: _Tenant, command: CloseSlot) -> None:
+        tenant.slot = command.slot
+        tenant.is_closing = True
+        if not tenant.is_decoding:
+            self._drop(tenant)
+
+    def _take_back(self, tenant: _Tenant, returned: Returned) -> None:
+        assert tenant.is_decoding, returned
+        tenant.is_decoding = False
+        returned.stepped.wait_on_stream()
+        if tenant.is_closing:
+            self._drop(tenant)
+            return
+        span = (returned.first_kv, returned.num_frames)
+        if tenant.cancelled is not None:
+            (turn, heard_frames), tenant.cancelled = tenant.cancelled, None
+            turn.spans.append(span)
+            self._forget(tenant, turn, heard_frames)
+            return
+        assert tenant.turn is not None, returned
+        turn = tenant.turn
+        turn.spans.append(span)
+        self._keep_context(tenant, returned.kv_length)
+        turn.num_frames += returned.num_frames
+        turn.next_segment += 1
+        self._finish_turn_if_over(tenant)
+
+    # ------------------------------------------------------------------ turns and context
+
+    def _finish_turn_if_over(self, tenant: _Tenant) -> None:
+        turn = tenant.turn
+        if turn is None or not turn.is_over:
+            return
+        tenant.turn = None
+        self._emit(TurnEnd(tenant.slot, turn.turn_id, turn.num_frames, turn.stamps_ns, 0, 0.0))
+
+    def _forget(self, tenant: _Tenant, turn: _Turn, heard_frames: int) -> None:
+        """Roll the KV back to the frames that were heard; what was not heard never happened."""
+        length = turn.start_length
+        for first_kv, num_frames in turn.spans:
+            if heard_frames <= 0:
+                break
+            length = first_kv + min(heard_frames, num_frames)
+            heard_frames -= num_frames
+        self._keep_context(tenant, length)
+        if tenant.turn is not None:  # text of the next turn has come in the meantime
+            tenant.turn.start_length = tenant.context_length
+
+    def _keep_context(self, tenant: _Tenant, kv_length: int) -> None:
+        is_dialogue = self._model.serving.context == "dialogue"
+        tenant.context_length = kv_length if is_dialogue else tenant.prefix_length
+        tenant.rows, tenant.num_done, tenant.prepared = None, 0, None
+
+    def _drop(self, tenant: _Tenant) -> None:
+        del self._tenants[tenant.slot.idx]
+        self._emit(SlotClosed(tenant.slot))
+
+    def _fail(self, tenant: _Tenant, error: Exception) -> None:
+        tenant.opening, tenant.turn = None, None
+        self._emit(SlotFailed(tenant.slot, f"{type(error).__name__}: {error}"))
+
+    # ------------------------------------------------------------------ work
+
+    def _most_urgent(self) -> "_Tenant | None":
+        """Closed text first (somebody waits for audio), then new voices, then growing text."""
+        best, best_rank = None, 3
+        for tenant in self._tenants.values():
+            rank = self._rank(tenant)
+            if rank < best_rank:
+                best, best_rank = tenant, rank
+        return best
+
+    def _rank(self, tenant: _Tenant) -> int:
+        if tenant.is_decoding:
+            return 3
+        if tenant.may_open:
+            return 1
+        segment = tenant.turn.current if tenant.turn is not None else None
+        if segment is None:
+            return 3
+        if segment.is_closed:
+            return 0
+        is_stale = tenant.prepared != (segment.text, False)
+        is_behind = tenant.rows is not None and tenant.num_done < tenant.rows.shape[1]
+        return 2 if is_stale or is_behind else 3
+
+    def _advance(self, tenant: _Tenant) -> None:
+        if tenant.opening is not None and tenant.may_open:
+            self._advance_opening(tenant, tenant.opening)
+            return
+        turn = tenant.turn
+        assert turn is not None and turn.current is not None, tenant
+        segment = turn.current
+        if tenant.prepared != (segment.text, segment.is_closed):
+            self._prepare(tenant, turn, segment)
+        if tenant.rows is None:  # nothing to say in this segment
+            if segment.is_closed:
+                self._skip_segment(tenant, turn)
+            return
+        num_wanted = tenant.rows.shape[1] - int(segment.is_closed)  # the last row is decode's
+        tenant.num_done = self._prefill_chunk(
+            tenant, tenant.rows, tenant.num_done, num_wanted, tenant.context_length
+        )
+        if segment.is_closed and tenant.num_done >= num_wanted:
+            self._hand_over(tenant, turn)
+
+    def _advance_opening(self, tenant: _Tenant, opening: OpenSlot) -> None:
+        if tenant.opening_rows is None:
+            tenant.opening_rows = self._checked_prefix_rows(opening)
+            tenant.num_done = 0
+        rows = tenant.opening_rows
+        key = prefix_key(rows)
+        prefix = self._prefixes.get(key) if tenant.num_done == 0 else None
+        is_cached = prefix is not None
+        if prefix is None:
+            tenant.num_done = self._prefill_chunk(tenant, rows, tenant.num_done, rows.shape[1], 0)
+            if tenant.num_done < rows.shape[1]:
+                return
+            self._prefixes.add(key, self._cache.snapshot(tenant.slot.idx, rows.shape[1]))
+        else:
+            self._cache.copy_prefix(prefix, tenant.slot.idx)
+        tenant.opening, tenant.opening_rows = None, None
+        tenant.sampling, tenant.max_lead_ns = opening.sampling, opening.max_lead_ms * 1_000_000
+        tenant.prefix_length = tenant.context_length = rows.shape[1]
+        tenant.rows, tenant.num_done, tenant.prepared = None, 0, None
+        if tenant.turn is not None:
+            tenant.turn.start_length = tenant.context_length
+        prefill_ms = (time.perf_counter_ns() - tenant.opened_at_ns) / 1e6
+        self._emit(SlotReady(tenant.slot, prefill_ms, is_cached))
+
+    def _checked_prefix_rows(self, opening: OpenSlot) -> Tensor:
+        rows = prefix_rows(self._model, opening)
+        room = self._cache.max_len - self._model.serving.max_frames - _MIN_TEXT_POSITIONS
+        if rows.shape[1] > room:
+            raise ValueError(
+                f"voice and prompt need {rows.shape[1]} positions, there is room for {room}; "
+                "use a shorter reference clip or prompt"
+            )
+        return rows
+
+    def _prepare(self, tenant: _Tenant, turn: _Turn, segment: _Segment) -> None:
+        """Rows of the segment as it is now; what is in the KV already and still fits is kept."""
+        spoken = self._model.front_end(segment.text)
+        old = tenant.rows
+        tenant.prepared = (segment.text, segment.is_closed)
+        if segment.is_closed:
+            for warning in spoken.warnings:
+                self._emit(EngineWarning(tenant.slot, turn.turn_id, "text_changed", warning))
+        if not spoken.phonemes.strip():
+            tenant.rows, tenant.num_done = None, 0
+            return
+        tenant.rows = self._segment_rows(tenant, turn, spoken.phonemes, segment.is_closed)
+        num_shared = 0 if old is None else _common_prefix(old, tenant.rows)
+        tenant.num_done = min(tenant.num_done, num_shared)
+
+    def _segment_rows(self, tenant: _Tenant, turn: _Turn, phonemes: str, is_closed: bool) -> Tensor:
+        prompt = self._model.prompt
+        lead = [] if tenant.context_length == tenant.prefix_length else [prompt.next_turn()]
+        text = prompt.user_text(phonemes)
+        tail = [prompt.assistant_header()] if is_closed else []
+        room = self._cache.max_len - tenant.context_length - self._model.serving.max_frames
+        num_needed = sum(part.shape[1] for part in [*lead, text, prompt.assistant_header()])
+        if num_needed > room and lead:  # the context is full: the dialogue starts afresh
+            tenant.context_length = turn.start_length = tenant.prefix_length
+            tenant.num_done, turn.spans = 0, []
+            return self._segment_rows(tenant, turn, phonemes, is_closed)
+        if num_needed > room:
+            text = text[:, : max(1, text.shape[1] - (num_needed - room))]
+            self._emit(
+                EngineWarning(
+                    tenant.slot,
+                    turn.turn_id,
+                    "text_truncated",
+                    f"the segment needs {num_needed} positions, the context has room for {room}",
+                )
+            )
+        return torch.cat([*lead, text, *tail], dim=1)
+
+    def _skip_segment(self, tenant: _Tenant, turn: _Turn) -> None:
+        self._emit(SegmentEnd(tenant.slot, turn.turn_id, turn.next_segment, 0))
+        tenant.prepared = None
+        turn.next_segment += 1
+        self._finish_turn_if_over(tenant)
+
+    def _prefill_chunk(
+        self, tenant: _Tenant, rows: Tensor, num_done: int, num_wanted: int, base: int
+    ) -> int:
+        """Prefill the next chunk of `rows`; returns how many are in the KV afterwards."""
+        stop = min(num_wanted, num_done + self._chunk)
+        if stop > num_done:
+            chunk = rows[:, num_done:stop].to(self._model.device, non_blocking=True)
+            self._model.dual_ar.prefill(chunk, self._cache, tenant.slot.idx, base + num_done)
+            self.num_positions += stop - num_done
+        return max(stop, num_done)
+
+    def _hand_over(self, tenant: _Tenant, turn: _Turn) -> None:
+        assert tenant.rows is not None
+        row = tenant.rows[:, -1].to(self._model.device, non_blocking=True)
+        prefilled = Event(self._model.device)
+        prefilled.record()
+        turn.stamps_ns.setdefault("prefill_done", time.perf_counter_ns())
+        tenant.is_decoding = True
+        self._join(
+            Join(
+                slot=tenant.slot,
+                turn_id=turn.turn_id,
+                segment=turn.next_segment,
+                first_frame=turn.num_frames,
+                row=row,
+                position=tenant.context_length + tenant.rows.shape[1] - 1,
+                sampling=_segment_sampling(tenant.sampling, turn.next_segment),
+                max_frames=self._model.serving.max_frames,
+                max_lead_ns=tenant.max_lead_ns,
+                stamps_ns=turn.stamps_ns,
+                prefilled=prefilled,
+            )
+        )
+
+
+def prefix_rows(model: SpeechModel, opening: OpenSlot) -> Tensor:
+    """Rows i32 [1+K, T] (host) of the speaker reference and prompt."""
+    voices = [
+        Voice(voice.name, model.front_end(voice.text).phonemes, torch.from_numpy(voice.codes))
+        for voice in opening.voices
+        if voice.codes.shape[1]
+    ]
+    return model.prompt.prefix(voices, opening.prompt if model.serving.has_prompt else "")
+
+
+def _common_prefix(old: Tensor, new: Tensor) -> int:
+    num_shared = min(old.shape[1], new.shape[1])
+    equal = (old[:, :num_shared] == new[:, :num_shared]).all(dim=0)
+    return int(equal.to(torch.int32).cumprod(0).sum())
+
+
+def _segment_sampling(sampling: SamplingParams, segment: int) -> SamplingParams:
+    seed = (sampling.seed + segment * _SEED_STRIDE) & _SEED_MASK
+    return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, seed)

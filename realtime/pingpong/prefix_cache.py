@@ -1,0 +1,44 @@
+"""Prefixes (speaker reference + prompt) that have been prefilled, shared by all sessions."""
+
+import hashlib
+from collections import OrderedDict
+
+from torch import Tensor
+
+from model.kv_cache import Prefix
+
+
+def prefix_key(rows: Tensor) -> bytes:
+    """Key over ALL rows i32 [1+K, T] (host): two references may agree in codebook 0 alone."""
+    return hashlib.sha256(rows.contiguous().numpy().tobytes()).digest()
+
+
+class PrefixCache:
+    """Least recently used first out. One thread, the prefill thread, uses it (and start-up)."""
+
+    def __init__(self, max_positions: int) -> None:
+        self._max_positions = max_positions
+        self._num_positions = 0
+        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
+        self.num_hits = 0
+        self.num_misses = 0
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def get(self, key: bytes) -> Prefix | None:
+        prefix = self._prefixes.get(key)
+        if prefix is None:
+            self.num_misses += 1
+            return None
+        self.num_hits += 1
+        self._prefixes.move_to_end(key)
+        return prefix
+
+    def add(self, key: bytes, prefix: Prefix) -> None:
+        """Keep the prefix; drops the least recently used while over the limit (never the new)."""
+        self._prefixes[key] = prefix
+        self._num_positions += prefix.length
+        while self._num_positions > self._max_positions and len(self._prefixes) > 1:
+            _, dropped = self._prefixes.popitem(last=False)
+            self._num_positions -= dropped.length

@@ -1,0 +1,46 @@
+"""Which slots are free, and the generation number that makes stale work recognisable."""
+
+from realtime.pingpong.messages import SlotRef
+
+
+class Slots:
+    """Fixed table of slots. One writer, the event loop; any thread may call `is_current`.
+
+    A slot is acquired, bumped any number of times, and released once its closing is acknowledged.
+    Nothing is ever revoked: work carries the generation it was made for and is dropped by
+    comparison wherever it arrives late.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots > 0, num_slots
+        self._generation = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._generation)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self) -> SlotRef | None:
+        if not self._free:
+            return None
+        idx = self._free.pop()
+        self._generation[idx] += 1
+        return SlotRef(idx, self._generation[idx])
+
+    def bump(self, slot: SlotRef) -> SlotRef:
+        assert self.is_current(slot), (slot, self._generation[slot.idx])
+        self._generation[slot.idx] += 1
+        return SlotRef(slot.idx, self._generation[slot.idx])
+
+    def is_current(self, slot: SlotRef) -> bool:
+        return self._generation[slot.idx] == slot.generation
+
+    def release(self, slot: SlotRef) -> None:
+        assert self.is_current(slot), (slot, self._generation[slot.idx])
+        assert slot.idx not in self._free, slot
+        self._generation[slot.idx] += 1
+        self._free.append(slot.idx)

@@ -1,0 +1,71 @@
+"""What the engine's threads hand to each other."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from realtime.pingpong.device import Event
+from realtime.pingpong.messages import SamplingParams, SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """prefill -> decode: the slot is prefilled up to `position`; decode owns it from here."""
+
+    slot: SlotRef
+    turn_id: int
+    segment: int
+    first_frame: int  # of this segment, counted within the turn
+    row: Tensor  # i32 [1+K] (device), the last prompt row, which the first step feeds
+    position: int
+    sampling: SamplingParams
+    max_frames: int
+    max_lead_ns: int
+    stamps_ns: dict[str, int]  # of the turn; each key is written once, by one thread
+    prefilled: Event
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """decode -> prefill: decode does not touch the slot any more.
+
+    first_kv: position of the segment's first frame; the frames follow one another.
+    kv_length: positions of the slot that are written: the prompt, and the frames fed back so far.
+    """
+
+    slot: SlotRef
+    turn_id: int
+    segment: int
+    num_frames: int
+    first_kv: int
+    kv_length: int
+    stepped: Event  # the last step that wrote to the slot
+
+
+class StepRow(NamedTuple):
+    """One slot's part in a step."""
+
+    slot: SlotRef
+    turn_id: int
+    segment: int
+    first_frame: int
+    frame: int  # within the segment
+    is_limit: bool  # the segment ends with this frame, whatever the model says
+    stamps_ns: dict[str, int]
+
+
+@dataclass(slots=True)
+class StepBuffer:
+    """Fixed memory of one step in flight. Free -> filled by decode -> read by decode (stop flags)
+    and by vocode (flags and codes) -> freed by vocode.
+
+    codes: i32 [num_slots, K] (device)
+    is_end: bool [num_slots] (host, pinned), valid after `flags_copied`
+    """
+
+    codes: Tensor
+    is_end: Tensor
+    flags_copied: Event
+    stepped: Event
+    rows: list[StepRow] = field(default_factory=list)

@@ -1,0 +1,85 @@
+"""Slots, mailboxes, clocks: the small structures the engine's threads share."""
+
+import threading
+
+import pytest
+
+from realtime.pingpong.handoff import Mailbox
+from realtime.pingpong.messages import SlotRef
+from realtime.pingpong.pacing import ClockTable, PlaybackClock
+from realtime.pingpong.slots import Slots
+
+MS = 1_000_000
+
+
+def test_slots_run_out_and_come_back_with_another_generation() -> None:
+    slots = Slots(2)
+    first, second = slots.acquire(), slots.acquire()
+    assert first is not None and second is not None
+    assert slots.acquire() is None and slots.num_free == 0
+    slots.release(first)
+    again = slots.acquire()
+    assert again is not None and again.idx == first.idx
+    assert again.generation > first.generation
+    assert slots.is_current(again) and not slots.is_current(first)
+
+
+def test_bump_makes_the_old_reference_stale_at_once() -> None:
+    slots = Slots(1)
+    slot = slots.acquire()
+    assert slot is not None
+    bumped = slots.bump(slot)
+    assert slots.is_current(bumped) and not slots.is_current(slot)
+    with pytest.raises(AssertionError):
+        slots.bump(slot)
+    with pytest.raises(AssertionError):
+        slots.release(slot)
+
+
+def test_offer_refuses_when_full_and_put_waits() -> None:
+    box: Mailbox[int] = Mailbox(max_items=1)
+    assert box.offer(1) and not box.offer(2)
+    writer = threading.Thread(target=box.put, args=(3,))
+    writer.start()
+    assert box.take() == 1
+    assert box.take() == 3
+    writer.join(timeout=5)
+    assert not writer.is_alive()
+
+
+def test_poke_and_close_wake_a_waiting_reader() -> None:
+    box: Mailbox[int] = Mailbox(max_items=1)
+    results: list[list[int]] = []
+    reader = threading.Thread(target=lambda: results.append(box.take_all(None)))
+    reader.start()
+    box.poke()
+    reader.join(timeout=5)
+    assert results == [[]]
+    box.close()
+    assert box.take() is None and box.take_all(None) == [] and not box.offer(1)
+
+
+def test_clock_lead_grows_with_audio_and_shrinks_with_time() -> None:
+    clock = PlaybackClock()
+    clock.add(40 * MS, 1000 * MS, is_turn_start=True)
+    clock.add(40 * MS, 1010 * MS, is_turn_start=False)
+    assert clock.lead_ns(1010 * MS) == 70 * MS
+    assert clock.lead_ns(2000 * MS) == 0
+    assert clock.num_underruns == 0
+
+
+def test_audio_after_the_end_of_playback_is_an_underrun_within_a_turn_only() -> None:
+    clock = PlaybackClock()
+    clock.add(40 * MS, 1000 * MS, is_turn_start=True)
+    clock.add(40 * MS, 1100 * MS, is_turn_start=False)
+    assert (clock.num_underruns, clock.worst_gap_ns) == (1, 60 * MS)
+    clock.start_turn()
+    clock.add(40 * MS, 5000 * MS, is_turn_start=True)
+    assert clock.num_underruns == 0
+
+
+def test_a_new_generation_starts_without_lead() -> None:
+    clocks = ClockTable(1)
+    clocks.of(SlotRef(0, 1)).add(1000 * MS, 0, is_turn_start=True)
+    assert clocks.of(SlotRef(0, 1)).lead_ns(0) == 1000 * MS
+    assert clocks.of(SlotRef(0, 2)).lead_ns(0) == 0

@@ -1,0 +1,163 @@
+"""A tiny speech model with random weights, and a recorder for what an engine says."""
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+
+from model.codec import load_codec
+from model.loader import load_dual_ar
+from model.prompt import PromptBuilder
+from model.speech_model import PlainText, Serving, SpeechModel
+from realtime.pingpong.engine import EngineConfig, PingPongEngine
+from realtime.pingpong.messages import (
+    CloseSlot,
+    EndTurn,
+    Event,
+    FramePcm,
+    OpenSlot,
+    SamplingParams,
+    SetText,
+    SlotClosed,
+    SlotFailed,
+    SlotReady,
+    SlotRef,
+    TurnEnd,
+    VoicePrompt,
+)
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+TIMEOUT_S = 30.0
+E_ = TypeVar("E_", bound=Event)
+
+
+def tiny_tokenizer() -> Tokenizer:
+    """One token per character; the control strings of the prompt are single tokens; ids fit the
+    golden DualAR (semantic 200..263, end 270)."""
+    special = {
+        "<|im_start|>": 0,
+        "<|im_end|>": 270,
+        "<|voice|>": 2,
+        "<|unk|>": 3,
+        **{f"<|semantic:{i}|>": 200 + i for i in range(64)},
+    }
+    characters = "\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,!?:;'|<>"
+    vocab = special | {character: 10 + i for i, character in enumerate(characters)}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
+
+
+def tiny_model(
+    checkpoint: str = "dual_ar_long",
+    front_end: Callable[[str], PlainText] = PlainText,
+    device: str = "cpu",
+    **serving: object,
+) -> SpeechModel:
+    torch_device = torch.device(device)
+    defaults: dict[str, object] = {"max_frames": 10, "default_voice": "a", "context": "prefix"}
+    dual_ar = load_dual_ar(GOLDEN / checkpoint, torch_device, torch.float32, end_id=270)
+    tokenizer = tiny_tokenizer()
+    prompt = PromptBuilder(tokenizer, dual_ar.config)
+    return SpeechModel(
+        name="tiny",
+        path=GOLDEN,
+        device=torch_device,
+        dual_ar=dual_ar,
+        codec=load_codec(GOLDEN / "codec", torch_device, torch.float32),
+        prompt=prompt,
+        front_end=front_end,
+        serving=Serving(**(defaults | serving)),  # type: ignore[arg-type]
+    )
+
+
+def voice(seed: int = 0, num_frames: int = 12) -> VoicePrompt:
+    codes = np.random.default_rng(seed).integers(0, 32, (4, num_frames)).astype(np.int32)
+    return VoicePrompt(f"voice{seed}", "a voice", codes)
+
+
+def sampling(seed: int = 1) -> SamplingParams:
+    """Hot, so that a small change of the logits (another voice, another context) is heard."""
+    return SamplingParams(temperature=2.0, top_p=1.0, top_k=64, seed=seed)
+
+
+class Recorder:
+    """The sink: keeps every event and lets a test wait for one."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._queue: queue.Queue[Event] = queue.Queue()
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+        self._queue.put(event)
+
+    def wait(self, kind: type[E_], where: Callable[[E_], bool] = lambda _: True) -> E_:
+        while True:
+            event = self._queue.get(timeout=TIMEOUT_S)
+            assert kind is SlotFailed or not isinstance(event, SlotFailed), event
+            if isinstance(event, kind) and where(event):
+                return event
+
+    def pcm(self, slot: SlotRef, turn_id: int) -> np.ndarray:
+        frames = [
+            event
+            for event in self.events
+            if isinstance(event, FramePcm) and event.slot == slot and event.turn_id == turn_id
+        ]
+        firsts = [frame.first_frame for frame in frames]
+        assert firsts == list(range(len(frames))), firsts
+        return np.concatenate([frame.pcm for frame in frames]) if frames else np.zeros(0)
+
+
+@contextmanager
+def running(model: SpeechModel, **config: object) -> Iterator[tuple[PingPongEngine, Recorder]]:
+    engine = PingPongEngine(model, EngineConfig(**config))  # type: ignore[arg-type]
+    recorder = Recorder()
+    engine.start(recorder)
+    try:
+        yield engine, recorder
+    finally:
+        engine.stop()
+
+
+def open_slot(
+    engine: PingPongEngine, recorder: Recorder, seed: int = 1, voice_seed: int = 0, **kwargs: int
+) -> SlotRef:
+    slot = engine.slots.acquire()
+    assert slot is not None
+    params = sampling(seed)
+    lead = kwargs.get("max_lead_ms", 600_000)
+    engine.submit(OpenSlot(slot, (voice(voice_seed),), "", params, lead))
+    recorder.wait(SlotReady, lambda event: event.slot == slot)
+    return slot
+
+
+def start_turn(engine: PingPongEngine, slot: SlotRef, turn_id: int, *texts: str) -> None:
+    for segment, text in enumerate(texts):
+        engine.submit(SetText(slot, turn_id, segment, text, is_closed=True))
+    engine.submit(EndTurn(slot, turn_id, len(texts)))
+
+
+def speak(
+    engine: PingPongEngine, recorder: Recorder, slot: SlotRef, turn_id: int, *texts: str
+) -> np.ndarray:
+    """Say the segments and return the turn's PCM."""
+    start_turn(engine, slot, turn_id, *texts)
+    recorder.wait(TurnEnd, lambda event: event.slot == slot and event.turn_id == turn_id)
+    return recorder.pcm(slot, turn_id)
+
+
+def close_slot(engine: PingPongEngine, recorder: Recorder, slot: SlotRef) -> None:
+    bumped = engine.slots.bump(slot)
+    engine.submit(CloseSlot(bumped))
+    recorder.wait(SlotClosed, lambda event: event.slot == bumped)
+    engine.slots.release(bumped)

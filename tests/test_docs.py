@@ -1,0 +1,31 @@
+"""Paths that the documents name exist, and every source file has its line in STRUCTURE.md."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml|json|cu|wav)|(?:[\w-]+/)+)`")
+GENERATED = {"demo.wav"}
+
+
+def named_paths(document: str) -> list[str]:
+    return list(PATH.findall((ROOT / document).read_text("utf-8")))
+
+
+@pytest.mark.parametrize("document", ["README.md", "STRUCTURE.md"])
+def test_named_paths_exist(document: str) -> None:
+    names = named_paths(document)
+    assert names, f"{document} names no path"
+    missing = [name for name in names if name not in GENERATED and not (ROOT / name).exists()]
+    assert not missing, f"{document} names what is not there: {missing}"
+
+
+def test_structure_is_short_and_complete() -> None:
+    text = (ROOT / "STRUCTURE.md").read_text("utf-8")
+    assert len(text.splitlines()) < 80
+    for package in ("realtime", "realtime/pingpong", "realtime/session", "model", "ops", "clients"):
+        for path in (ROOT / package).glob("*.py"):
+            if path.name != "__init__.py":
+                assert path.name in text, f"STRUCTURE.md has no line for {path.relative_to(ROOT)}"
