@@ -19,8 +19,7 @@ from model.codec.checkpoint import Weights
 from model.codec.config import TransformerConfig
 
 _HAS_ONEDNN = (
-    torch.backends.mkldnn.is_available()
-    and torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    torch.backends.cpu.get_cpu_capability().startswith("AVX")
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 )
