@@ -86,7 +86,7 @@ def _after(match: re.Match[str]) -> str:
 
 
 def _numbered(before: str) -> bool:
-    """ "123 Main", "5th", "12 Old Mill": what precedes a street's kind."""
+    """Whether "123 Main", "5th" or the like precedes: the number and name of a street."""
     return re.search(r"\d+(?:st|nd|rd|th)?(?: [A-Z]\w*){0,3} $", before) is not None
 
 
@@ -115,7 +115,7 @@ def _doctor_or_drive(match: re.Match[str]) -> str:
 
 
 def _initials(match: re.Match[str]) -> str:
-    """ "J. K. Rowling" and "John F. Kennedy": initials of a name end no sentence."""
+    """Initials of a name, as in "John F. Kennedy", end no sentence."""
     before = _before(match).rstrip()
     name = re.split(r"\W", match.string[match.end() : match.end() + 16])[0]
     opens = not before or re.search(r"(?:\b[A-Z][a-z]+|[,(\"“])$", before) is not None
@@ -134,7 +134,7 @@ def _word(match: re.Match[str]) -> str:
 
 
 def _dotted(match: re.Match[str]) -> str:
-    """ "U.S.A." by its letters; its last period may also end the sentence."""
+    """A dotted initialism ("U.S.A.") by its letters; its last period may also end the sentence."""
     ends = match[0].endswith(".") and ends_sentence(match)
     return spell(match[0].replace(".", "")) + ("." if ends else "")
 

@@ -142,7 +142,7 @@ _ENDS = re.compile(r"\s*(?:$|[\"”)]|[A-Z])")
 
 
 def _half(match: re.Match[str]) -> str:
-    """ "A M" or "P M"; a period that also ends the sentence is kept."""
+    """The words "A M" or "P M"; a period that also ends the sentence is kept."""
     name = " " + spell(match["half"] + "M")
     after = match.string[match.end() : match.end() + 8]
     ends = match["stop"] and _ENDS.match(after) and not _GOES_ON.match(after)

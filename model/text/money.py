@@ -120,7 +120,7 @@ def _cents(match: re.Match[str]) -> str:
 
 
 def _adjective(match: re.Match[str]) -> str:
-    """ "a $5 bill": the unit stays singular."""
+    """In "a $5 bill" the unit stays singular."""
     return f"{number(match['amount'])} {CURRENCIES[match['sign']].one} {match['thing']}"
 
 

