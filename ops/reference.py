@@ -64,10 +64,18 @@ def pack_weight(weight: Tensor) -> Tensor:
     and costs little more for 8 rows than for 1: 320 -> 1664 in fp32, one thread, weights out of
     cache, 67 us for 1 row and 89 us for 8, where MKL takes 82 and 219.
     """
-    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+    if weight.device.type != "cpu" or not _is_onednn_able(weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
     return packed
+
+
+def _is_onednn_able(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -302,6 +310,6 @@ def _check_shift(prev: Tensor, next_tokens: Tensor) -> None:
         )
     if prev.device != next_tokens.device:
         raise ValueError(f"next_tokens: got device {next_tokens.device}, expected {prev.device}")
-    begin, end = prev.data_ptr(), prev.data_ptr() + prev.nbytes
-    if begin < next_tokens.data_ptr() + next_tokens.nbytes and next_tokens.data_ptr() < end:
+    begin, other = prev.data_ptr(), next_tokens.data_ptr()  # 0: no memory (meta device)
+    if 0 < begin < other + next_tokens.nbytes and other < begin + prev.nbytes:
         raise ValueError("next_tokens: overlaps prev in memory, expected separate storage")

@@ -259,6 +259,17 @@ def test_masked_attention_equals_the_attention_of_the_cpu(random_model):
     assert torch.equal(*results)
 
 
+def test_decode_needs_no_value_on_the_host():
+    """On the meta device tensors have no values: anything that waits for one fails."""
+    model = DualAR(embedded_like_config(), torch.device("meta"), torch.bfloat16)
+    model.finish_loading()
+    cache, state = model.new_cache(4, 64), model.new_frame_state(4)
+    frame = model.decode_frame(state, torch.zeros(3, dtype=torch.int64, device="meta"), cache)
+    assert frame.codes.shape == (3, 8) and frame.codes.dtype == torch.int32
+    assert frame.is_end.shape == (3,) and frame.is_end.dtype == torch.bool
+    model.prefill(torch.zeros(9, 7, dtype=torch.int32, device="meta"), cache, 1, 0)
+
+
 # ---------------------------------------------------------------------- what a stream remembers
 
 
