@@ -83,7 +83,7 @@ SAME_WORD = {
 def _cardinal(value: int) -> Words:
     from sanotts.nano_g2p import cardinal_words
 
-    return str(cardinal_words(value)).replace("-", " ").split()
+    return str(cardinal_words(value)).replace("-", " ").replace(",", "").split()
 
 
 def _ordinal(value: int) -> Words:
@@ -99,6 +99,10 @@ def _pair(value: str) -> Words:
     return ["oh", *_cardinal(int(value))] if value[0] == "0" else _cardinal(int(value))
 
 
+def _decimal(whole: str, digits: str) -> Words:
+    return [*_cardinal(int(whole)), "point", *(w for d in digits for w in _cardinal(int(d)))]
+
+
 def _readings(token: str) -> list[Words]:
     """The usual ways to read a token with digits."""
     if match := re.fullmatch(r"\$([\d,]+)(?:\.(\d\d))?", token):
@@ -107,15 +111,14 @@ def _readings(token: str) -> list[Words]:
     if match := re.fullmatch(r"(\d+):(\d\d)", token):
         hour = _cardinal(int(match[1]))
         return [hour, [*hour, "o'clock"]] if match[2] == "00" else [hour + _pair(match[2])]
+    if match := re.fullmatch(r"(\d{1,2})\.(\d\d)", token):
+        return [*_readings(f"{match[1]}:{match[2]}"), _decimal(match[1], match[2])]
     if match := re.fullmatch(r"(\d+)(st|nd|rd|th)", token):
         return [_ordinal(int(match[1]))]
     if match := re.fullmatch(r"([\d,]+)%", token):
         return [[*words, "percent"] for words in _readings(match[1])]
     if match := re.fullmatch(r"(\d+)\.(\d+)", token):
-        whole, digits = match.groups()
-        return [
-            [*_cardinal(int(whole)), "point", *(word for d in digits for word in _cardinal(int(d)))]
-        ]
+        return [_decimal(match[1], match[2])]
     if re.fullmatch(r"\d[\d,]*", token):
         plain = token.replace(",", "")
         spelled = [word for digit in plain for word in _cardinal(int(digit))]
@@ -167,8 +170,13 @@ def align(reference: Words, hypothesis: Words) -> Alignment:
     cost[:, 0], cost[0] = np.arange(rows), np.arange(columns)
     for i, word in enumerate(reference, start=1):
         for j, other in enumerate(hypothesis, start=1):
-            change = cost[i - 1, j - 1] + (word != other)
-            cost[i, j] = min(change, cost[i - 1, j] + 1, cost[i, j - 1] + 1)
+            best = min(cost[i - 1, j - 1] + (word != other), cost[i - 1, j] + 1, cost[i, j - 1] + 1)
+            # "knock down" and "knockdown" are the same words.
+            if i > 1 and reference[i - 2] + word == other:
+                best = min(best, cost[i - 2, j - 1])
+            if j > 1 and hypothesis[j - 2] + other == word:
+                best = min(best, cost[i - 1, j - 2])
+            cost[i, j] = best
     i, j, lost = len(reference), len(hypothesis), 0
     while i > 0 and cost[i, j] == cost[i - 1, j] + 1:
         i, lost = i - 1, lost + 1

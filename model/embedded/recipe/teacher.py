@@ -299,9 +299,9 @@ def build(folder: Path, cache: Path) -> None:
     styles: dict[str, Array] = {}
     with tarfile.open(next(cache.glob("kokoro-js-*.tgz"))) as archive:
         for voice in VOICES:
-            member = archive.extractfile(f"package/voices/{voice}.bin")
-            assert member is not None
-            styles[voice] = np.frombuffer(member.read(), np.float32).reshape(-1, 256)
+            table = archive.extractfile(f"package/voices/{voice}.bin")
+            assert table is not None
+            styles[voice] = np.frombuffer(table.read(), np.float32).reshape(-1, 256)
     with (folder / "voices.npz").open("wb") as file:
         np.savez(file, **styles)  # type: ignore[arg-type]
 
@@ -371,7 +371,7 @@ class _TextBatch:
     """Everything the acoustic side needs of utterances with one token count."""
 
     items: list[int]
-    tokens: torch.Tensor
+    labels: torch.Tensor
     style: torch.Tensor
     prosody: torch.Tensor
     text: torch.Tensor
@@ -386,7 +386,10 @@ def _load_model(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
     package.__path__ = [str(folder / "kokoro")]
     sys.modules["kokoro"] = package
     logger = types.SimpleNamespace(debug=lambda *args, **kwargs: None)
-    stubs = {"loguru": {"logger": logger}, "kokoro.custom_stft": {"CustomSTFT": None}}
+    stubs: dict[str, dict[str, Any]] = {
+        "loguru": {"logger": logger},
+        "kokoro.custom_stft": {"CustomSTFT": None},
+    }
     for name, attributes in stubs.items():
         stub = types.ModuleType(name)
         for key, value in attributes.items():
@@ -471,7 +474,7 @@ class Teacher:
         durations = torch.sigmoid(model.predictor.duration_proj(states)).sum(-1) / speed[:, None]
         return _TextBatch(
             items=indices,
-            tokens=tokens,
+            labels=self._labels(tokens),
             style=style,
             prosody=prosody,
             text=model.text_encoder(tokens, lengths, mask).transpose(1, 2),
@@ -493,7 +496,7 @@ class Teacher:
             )
             prosody.append(batch.prosody[row][index])
             text.append(batch.text[row][index])
-            labels.append(self._sounding(batch.tokens[row])[index])
+            labels.append(batch.labels[row][index])
         style = torch.stack([batch.style[row] for batch, row in rows])
         pitch, energy = self.model.predictor.F0Ntrain(
             torch.stack(prosody).transpose(1, 2), style[:, 128:]
@@ -514,12 +517,11 @@ class Teacher:
             yield Clip(batch.items[row], clip, sounding[start : start + count])
             start += count
 
-    def _sounding(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _labels(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids with each stress mark replaced by the vowel it stands before."""
-        sounding = tokens.clone()
-        stress = torch.isin(tokens[:-1], torch.tensor(self.stress_ids, device=self.device))
-        sounding[:-1] = torch.where(stress, tokens[1:], tokens[:-1])
-        return sounding
+        primary, secondary = self.stress_ids
+        is_stress = (tokens == primary) | (tokens == secondary)
+        return torch.where(is_stress, tokens.roll(-1, dims=1), tokens)
 
 
 def _chunks(values: Sequence[T], size: int) -> Iterator[list[T]]:
