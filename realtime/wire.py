@@ -74,7 +74,8 @@ class SessionStart(_Message):
 
 
 class SessionUpdate(_Message):
-    """Changes what the next turn uses; fields left out stay. Answered by `session.ready`."""
+    """Changes what turns opened after it use; fields left out stay, `sampling` is replaced whole.
+    Answered by `session.ready`."""
 
     type: Literal["session.update"] = "session.update"
     voice: str | None = Field(default=None, max_length=256)
@@ -182,7 +183,8 @@ class TurnDone(_Message):
 
 
 class TurnCancelled(_Message):
-    """The turn is over. `spoken_text + remaining_text` is the turn's text as sent."""
+    """The turn is over; also the answer to the cancel of a turn that is done but still plays.
+    `spoken_text + remaining_text` is the turn's text as sent."""
 
     type: Literal["turn.cancelled"] = "turn.cancelled"
     turn_id: TurnId
@@ -202,7 +204,8 @@ class Warn(_Message):
 
 
 class Error(_Message):
-    """`fatal` errors are followed by the close; others leave the session usable."""
+    """`fatal` errors are followed by the close; others leave the session usable. With `turn_id`,
+    that turn is ended or refused."""
 
     type: Literal["error"] = "error"
     code: str
@@ -237,7 +240,7 @@ _SERVER: TypeAdapter[ServerMessage] = TypeAdapter(
 def encode(message: ClientMessage | ServerMessage) -> str:
     """One JSON text frame. Lone surrogates, which UTF-8 cannot carry, become U+FFFD."""
     text = json.dumps(message.model_dump(exclude_none=True), ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def decode_client(frame: str) -> ClientMessage:
