@@ -1,6 +1,7 @@
 """`python -m bench_ttfa`: options in, sweep, table and JSON out."""
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -97,6 +98,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    load_before = os.getloadavg()[0]
     with ExitStack() as stack:
         server: LocalServer | None = None
         if args.url is None:
@@ -106,6 +108,7 @@ def _run(args: argparse.Namespace) -> int:
         pid = server.pid if server else args.server_pid
         result = sweep(_config(args, url), pid, _step)
         result.server_start_s = server.ready_s if server else None
+    result.load_before = load_before
     summary = report.summarize(result, utc_stamp())
     path = report.write(summary, args.out)
     print(report.table(summary))

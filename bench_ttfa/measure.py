@@ -22,7 +22,7 @@ DEFINITIONS = {
     "real_time_factor": "(commit sent -> last packet received) / length of the audio, per stream",
     "throughput": "seconds of audio received per second of the measured window, all streams",
     "load_generation_valid": "the clients were not the bottleneck: p99 of their event-loop lag "
-    "and of their lateness is <= 10 ms, and every session was opened",
+    "and of their lateness is <= 10 ms, and every session of a closed loop was opened",
     "percentiles": "linear interpolation between order statistics; ~ marks one with fewer than "
     "5 samples beyond it",
 }

@@ -18,6 +18,8 @@ from bench_ttfa.system import describe_machine, describe_software
 from bench_ttfa.worker import TurnRecord
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
+_NO_SESSION = ("connection_failed", "refused_503")
+_BUSY_RATIO = 0.5
 _DISTRIBUTIONS = (
     "ttfa_ms",
     "ttfa_audible_ms",
@@ -37,6 +39,7 @@ def summarize(result: SweepResult, stamp: str) -> dict[str, Any]:
         "software": describe_software(),
         "config": _config(result),
         "definitions": DEFINITIONS,
+        "load_before": result.load_before,
         "server_start_s": result.server_start_s,
         "server_peak_mib": result.server_peak_mib,
         "ready_cold_ms": _stats(result.ready_cold_ms),
@@ -92,9 +95,9 @@ def invalid_because(result: LevelResult, turns: list[TurnRecord]) -> list[str]:
     late = stats([turn.late_ms for turn in turns])
     if late is not None and late.p99 > MAX_CLIENT_LAG_MS:
         reasons.append(f"turns started late: p99 {late.p99:.1f} ms")
-    num_refused = sum(turn.error == "connection_failed" for turn in turns)
-    if num_refused:
-        reasons.append(f"{num_refused} turns got no session")
+    num_lost = sum(turn.error in _NO_SESSION for turn in turns)
+    if num_lost and result.level.mode == "closed":
+        reasons.append(f"the load was less than it says: {num_lost} turns had no session")
     return reasons
 
 
@@ -183,6 +186,9 @@ def _notes(summary: dict[str, Any]) -> list[str]:
             f"server ready {summary['server_start_s']:.1f} s after its start, "
             f"at most {summary['server_peak_mib']:.0f} MiB resident"
         )
+    load, num_cores = summary["load_before"], machine["cpu_cores"]
+    if load > _BUSY_RATIO * num_cores:
+        lines.append(f"the machine was busy before the run: load {load:.1f} on {num_cores} cores")
     for level in summary["levels"]:
         lines += [f"{level['name']}: {reason}" for reason in level["invalid_because"]]
     return lines

@@ -62,6 +62,7 @@ class SweepResult:
     ready_cached_ms: list[float] = field(default_factory=list)
     levels: list[LevelResult] = field(default_factory=list)
     server_peak_mib: float | None = None
+    load_before: float = 0.0  # what else ran on this machine: load average of the last minute
     server_start_s: float | None = None  # of a server that was started for this run
 
 

@@ -15,6 +15,7 @@ from bench_ttfa.measure import worst_gap_ms
 from clients import (
     AudioFormat,
     AudioPacket,
+    ConnectionFailed,
     EffectiveFormat,
     PlosiveError,
     Sampling,
@@ -159,7 +160,7 @@ class _Worker:
                     num_said += 1
                     await self._say(session, TurnRecord(len(text)), text)
         except PlosiveError as error:
-            failed = [TurnRecord(len(text), error=error.code) for text in texts[num_said:]]
+            failed = [TurnRecord(len(text), error=_name(error)) for text in texts[num_said:]]
             self._turns += failed
         finally:
             ready.set()
@@ -181,7 +182,7 @@ class _Worker:
                 record.ready_ms = session.ready_ms
                 await self._say(session, record, arrival.text)
         except PlosiveError as error:
-            record.error = error.code
+            record.error = _name(error)
             self._turns.append(record)
 
     def _connect(self, idx: int) -> AbstractAsyncContextManager[Session]:
@@ -207,7 +208,7 @@ class _Worker:
         except TimeoutError:
             error = "timeout"
         except PlosiveError as raised:
-            error = raised.code
+            error = _name(raised)
         if record is None:
             return
         self._turns.append(record)
@@ -237,6 +238,12 @@ class _Worker:
         record.audio_ms = metrics.audio_ms
         record.generation_ms = 1000.0 * (timings.packets_s[-1] - timings.commit_s)
         self._said.append(_Said(record, packets, format, metrics.num_samples))
+
+
+def _name(error: PlosiveError) -> str:
+    if isinstance(error, ConnectionFailed) and error.status is not None:
+        return f"refused_{error.status}"
+    return error.code
 
 
 def _listen(said: _Said) -> None:

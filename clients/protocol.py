@@ -134,8 +134,9 @@ class ClientProtocol:
         return [wire.encode(wire.TurnCancel(turn_id=turn_id, played_ms=played_ms))]
 
     def give_up(self, turn_id: int) -> None:
-        """Cancel with the next replies, because nobody wants the turn any more."""
+        """Cancel the turn with the next replies, and hear no more of it: it has failed here."""
         self._replies += self.cancel(turn_id, None)
+        self._turns.pop(turn_id, None)
 
     def account(self, turn_id: int) -> wire.TurnCancelled:
         """The client's own account of a cancelled turn, for when the server has none."""
@@ -213,21 +214,27 @@ class ClientProtocol:
         match message:
             case wire.Error():
                 return self._error(message)
-            case wire.Warn(turn_id=int(turn_id)) if turn_id in self._turns:
-                if message.code == "unknown_turn" and self._turns[turn_id].is_cancelled:
-                    return [ForTurn(turn_id, self.account(turn_id))]
-                return [ForTurn(turn_id, message)]
+            case wire.Warn(turn_id=int(turn_id)):
+                return self._turn_warning(message, turn_id)
             case wire.TurnStarted() | wire.TurnText() | wire.TurnDone() | wire.TurnCancelled():
                 return self._turn_message(message)
             case wire.SessionClosing():
                 self._closing = message
         return [ForSession(message)]
 
+    def _turn_warning(self, message: wire.Warn, turn_id: int) -> list[Routed]:
+        turn = self._turns.get(turn_id)
+        if turn is None:
+            return []
+        if message.code == "unknown_turn" and turn.is_cancelled:
+            return [ForTurn(turn_id, self.account(turn_id))]
+        return [ForTurn(turn_id, message)]
+
     def _turn_message(
         self, message: wire.TurnStarted | wire.TurnText | wire.TurnDone | wire.TurnCancelled
     ) -> list[Routed]:
         turn = self._turns.get(message.turn_id)
-        if turn is None:
+        if turn is None or (turn.is_done and not isinstance(message, wire.TurnCancelled)):
             return []
         match message:
             case wire.TurnCancelled():
@@ -246,7 +253,7 @@ class ClientProtocol:
 
     def _audio(self, packet: wire.AudioPacket) -> list[Routed]:
         turn = self._turns.get(packet.turn_id)
-        if turn is None or turn.is_cancelled:
+        if turn is None or turn.is_cancelled or turn.is_done:
             self.num_late_packets += 1
             return []
         if packet.seq != turn.num_packets:

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit, urlunsplit
 from weakref import WeakValueDictionary
 
 from websockets.asyncio.client import ClientConnection
@@ -13,12 +12,11 @@ from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.typing import Subprotocol
 
+from clients.address import is_loopback, refusal, retry_after_s, websocket_url
 from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
 from clients.turn import MAX_BUFFERED_EVENTS, Speech, TextSource, Turn
-from clients.voices import refusal
 from realtime.errors import ConnectionFailed, PlosiveError
 from realtime.wire import (
-    PATH,
     SUBPROTOCOL,
     AudioFormat,
     EffectiveFormat,
@@ -33,8 +31,6 @@ from realtime.wire import (
 
 _OPUS_24_KHZ = AudioFormat()
 _MODEL_SAMPLING = Sampling()
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_SCHEMES = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
 
 
 class Session:
@@ -223,7 +219,7 @@ async def connect(
     )
     try:
         async with asyncio.timeout(open_timeout_s):
-            session = Session(await _open(endpoint(url)), ClientProtocol(start))
+            session = Session(await _open(websocket_url(url)), ClientProtocol(start))
             try:
                 await session.start(started_s)
             except BaseException:
@@ -239,22 +235,6 @@ async def connect(
         await session.drop()
 
 
-def endpoint(url: str) -> str:
-    """The WebSocket address of a server's address.
-
-    Example:
-        >>> endpoint("http://localhost:8765")
-        'ws://localhost:8765/v1/realtime'
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in _SCHEMES or not parts.netloc:
-        raise ConnectionFailed(
-            f"{url!r} is no server address; expected one like http://localhost:8765"
-        )
-    path = PATH if parts.path in ("", "/") else parts.path
-    return urlunsplit((_SCHEMES[parts.scheme], parts.netloc, path, parts.query, ""))
-
-
 async def _open(address: str) -> ClientConnection:
     try:
         return await open_websocket(
@@ -263,7 +243,7 @@ async def _open(address: str) -> ClientConnection:
             compression=None,  # audio does not shrink
             open_timeout=None,
             close_timeout=2.0,
-            proxy=None if urlsplit(address).hostname in _LOOPBACK else True,
+            proxy=None if is_loopback(address) else True,
         )
     except InvalidStatus as error:
         raise _refused(error) from error
@@ -275,11 +255,10 @@ async def _open(address: str) -> ClientConnection:
 
 def _refused(error: InvalidStatus) -> ConnectionFailed:
     response = error.response
-    _, said = refusal((response.body or b"").decode("utf-8", "replace"))
-    retry_after = response.headers.get("Retry-After", "")
+    _, said = refusal(bytes(response.body or b""))
     return ConnectionFailed(
         f"the server refused the session with status {response.status_code}"
         + (f": {said}" if said else ""),
         status=response.status_code,
-        retry_after_s=float(retry_after) if retry_after.isdecimal() else None,
+        retry_after_s=retry_after_s(response.headers.get("Retry-After")),
     )

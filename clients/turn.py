@@ -265,8 +265,12 @@ class Speech:
     def __init__(self, turn: Turn, text: TextSource) -> None:
         self.turn = turn
         self._text = text
+        self._is_said = False
 
     async def __aiter__(self) -> AsyncIterator[AudioPacket]:
+        if self._is_said:
+            raise RuntimeError("this speech is said already; say() makes another")
+        self._is_said = True
         sender = asyncio.create_task(self._send())
         try:
             async for packet in self.turn.audio():

@@ -7,12 +7,12 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote
 
+from clients.address import http_url, refusal, retry_after_s
 from realtime.errors import ConnectionFailed, PlosiveError, VoiceError
 
 PATH = "/v1/voices"
-_SCHEMES = {"ws": "http", "wss": "https"}
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,7 @@ def _part(boundary: str, disposition: str, content: bytes) -> bytes:
 def _request(
     method: str, url: str, path: str, body: bytes | None = None, content_type: str = ""
 ) -> dict[str, Any]:
-    parts = urlsplit(url)
-    scheme = _SCHEMES.get(parts.scheme, parts.scheme)
-    if scheme not in ("http", "https") or not parts.netloc:
-        raise ConnectionFailed(
-            f"{url!r} is no server address; expected one like http://localhost:8765"
-        )
-    request = urllib.request.Request(
-        urlunsplit((scheme, parts.netloc, path, "", "")), data=body, method=method
-    )
+    request = urllib.request.Request(http_url(url, path), data=body, method=method)
     if content_type:
         request.add_header("Content-Type", content_type)
     try:
@@ -105,24 +97,11 @@ def _request(
 
 
 def _refused(error: urllib.error.HTTPError) -> PlosiveError:
-    body = error.read().decode("utf-8", "replace")
-    code, message = refusal(body)
-    if error.code in (429, 503):
-        retry_after = error.headers.get("Retry-After", "")
-        return ConnectionFailed(
-            message,
-            status=error.code,
-            retry_after_s=float(retry_after) if retry_after.isdecimal() else None,
-        )
-    if code is None:
-        return ConnectionFailed(f"status {error.code}: {message}", status=error.code)
-    return VoiceError(code, message)
-
-
-def refusal(body: str) -> tuple[str | None, str]:
-    """Code and message of a server's JSON refusal; of anything else, no code and its beginning."""
-    try:
-        error = json.loads(body)["error"]
-        return str(error["code"]), str(error["message"])
-    except (ValueError, KeyError, TypeError):
-        return None, body.strip()[:300]
+    code, message = refusal(error.read())
+    if code is not None and error.code not in (429, 503):
+        return VoiceError(code, message)
+    return ConnectionFailed(
+        f"the server refused with status {error.code}: {message}",
+        status=error.code,
+        retry_after_s=retry_after_s(error.headers.get("Retry-After")),
+    )

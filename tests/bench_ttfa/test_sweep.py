@@ -100,7 +100,7 @@ def test_a_level_with_lagging_clients_is_not_valid() -> None:
     config = Config(levels=(), connection=Connection("ws://x", None, AudioFormat(), 1, None, None))
     good = WorkerResult([TurnRecord(5)], lag_ms=[0.1] * 100, started_s=0.0, ended_s=1.0)
     bad = WorkerResult(
-        [TurnRecord(5, error="connection_failed"), TurnRecord(5, late_ms=50.0)],
+        [TurnRecord(5, error="refused_503"), TurnRecord(5, late_ms=50.0)],
         lag_ms=[20.0] * 100,
         started_s=0.0,
         ended_s=2.0,
@@ -113,7 +113,7 @@ def test_a_level_with_lagging_clients_is_not_valid() -> None:
     assert first["load_generation_valid"]
     assert not second["load_generation_valid"]
     assert len(second["invalid_because"]) == 3
-    assert second["errors"] == {"connection_failed": 1}
+    assert second["errors"] == {"refused_503": 1}
     assert "NO" in report.table(report.summarize(result, "now"))
 
 

@@ -20,7 +20,7 @@ from clients import (
     Warn,
     connect,
 )
-from clients.session import endpoint
+from clients.address import http_url, websocket_url
 from realtime.wire import (
     MAX_TEXT_CHARS,
     AudioFormat,
@@ -560,9 +560,13 @@ async def test_a_turn_that_nobody_reads_fails_alone(monkeypatch) -> None:
 
 
 async def test_refused_before_the_upgrade() -> None:
-    refusal = respond(503, '{"code":"at_capacity"}', {"Retry-After": "7"})
+    refusal = respond(
+        503,
+        '{"error": {"code": "at_capacity", "message": "all 4 slots are taken"}}',
+        {"Retry-After": "7"},
+    )
     async with scripted_server(talker, refusal=refusal) as server:
-        with pytest.raises(ConnectionFailed, match="at_capacity") as raised:
+        with pytest.raises(ConnectionFailed, match="status 503: all 4 slots are taken") as raised:
             async with connect(server.url):
                 pass
     assert (raised.value.status, raised.value.retry_after_s) == (503, 7.0)
@@ -595,8 +599,20 @@ async def test_nobody_listens() -> None:
             pass
 
 
-def test_endpoint() -> None:
-    assert endpoint("https://tts.example/") == "wss://tts.example/v1/realtime"
-    assert endpoint("ws://h:1/other?x=1") == "ws://h:1/other?x=1"
+def test_addresses() -> None:
+    assert websocket_url("https://tts.example/") == "wss://tts.example/v1/realtime"
+    assert websocket_url("ws://h:1/other?x=1") == "ws://h:1/other?x=1"
+    assert (
+        http_url("wss://tts.example/v1/realtime", "/v1/voices") == "https://tts.example/v1/voices"
+    )
     with pytest.raises(ConnectionFailed, match="no server address"):
-        endpoint("localhost:8765")
+        websocket_url("localhost:8765")
+
+
+async def test_a_speech_is_said_once() -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        speech = session.say("one")
+        assert [packet async for packet in speech]
+        with pytest.raises(RuntimeError, match="said already"):
+            async for _ in speech:
+                pass

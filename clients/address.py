@@ -1,0 +1,61 @@
+"""A server's address, as users write it, and what a server says when it refuses over HTTP."""
+
+import json
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from realtime.errors import ConnectionFailed
+from realtime.wire import PATH
+
+_SECURE = {"http": False, "ws": False, "https": True, "wss": True}
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def websocket_url(url: str) -> str:
+    """The address of the server's socket; an address with a path is taken as it is.
+
+    Example:
+        >>> websocket_url("http://localhost:8765")
+        'ws://localhost:8765/v1/realtime'
+
+    Raises:
+        ConnectionFailed: `url` is no server address.
+    """
+    parts = _split(url)
+    scheme = "wss" if _SECURE[parts.scheme] else "ws"
+    path = PATH if parts.path in ("", "/") else parts.path
+    return urlunsplit((scheme, parts.netloc, path, parts.query, ""))
+
+
+def http_url(url: str, path: str) -> str:
+    """The address of another path on the same server. Raises like `websocket_url`."""
+    parts = _split(url)
+    scheme = "https" if _SECURE[parts.scheme] else "http"
+    return urlunsplit((scheme, parts.netloc, path, "", ""))
+
+
+def is_loopback(url: str) -> bool:
+    return urlsplit(url).hostname in _LOOPBACK
+
+
+def refusal(body: bytes) -> tuple[str | None, str]:
+    """Code and message of a JSON refusal; of anything else, no code and its beginning."""
+    text = body.decode("utf-8", "replace")
+    try:
+        error = json.loads(text)["error"]
+        return str(error["code"]), str(error["message"])
+    except (ValueError, KeyError, TypeError):
+        return None, text.strip()[:300]
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """`Retry-After` in seconds; None if there is none, or it is a date."""
+    return float(header) if header is not None and header.isdecimal() else None
+
+
+def _split(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    if parts.scheme not in _SECURE or not parts.netloc:
+        raise ConnectionFailed(
+            f"{url!r} is no server address; expected one like http://localhost:8765"
+        )
+    return parts
