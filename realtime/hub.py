@@ -70,6 +70,10 @@ class Hub:
         self._failure: Exception | None = None
         self._watch_metrics()
 
+    @property
+    def num_sessions(self) -> int:
+        return len(self._running)
+
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
@@ -222,7 +226,7 @@ class Hub:
         watch("encoders", "Open encoders", lambda: self.egress.num_encoders)
         watch("egress_queue", "Engine events to be encoded", lambda: self.egress.num_queued)
         watch("ready", "1 when sessions are admitted", lambda: self.state is State.READY)
-        self._metrics.sessions.set_function(lambda: len(self._running))
+        self._metrics.sessions.set_function(lambda: self.num_sessions)
         self._metrics.watch_all("engine", self._engine.stats)
 
 

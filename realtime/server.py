@@ -109,6 +109,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _error_response(error: PlosiveError) -> JSONResponse:
     headers = {}
+    if error.code == "clip_too_large":
+        headers["Connection"] = "close"  # or the rest of the body would be read to its end
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return JSONResponse(

@@ -1,7 +1,7 @@
 """`/v1/voices`: list, add from an uploaded clip, delete."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,6 +16,7 @@ from realtime.voices import VoiceStore
 PATH = "/v1/voices"
 _MAX_WAITING = 4  # uploads that are being read or wait for the one that is encoded
 _FORM_BYTES = 64 * 1024  # of the form around the clip
+_MAX_DISCARDED_BYTES = 256 * 1024 * 1024
 
 
 class VoiceRoutes:
@@ -48,7 +49,8 @@ class VoiceRoutes:
             raise CapacityError(f"{_MAX_WAITING} clips are waiting already", retry_after_s=2.0)
         self._num_uploads += 1
         try:
-            async with self._limited(request).form(max_files=1, max_fields=8) as form:
+            limited = await self._limited(request)
+            async with limited.form(max_files=1, max_fields=8) as form:
                 name, text, clip = await self._read_form(form)
             return await self._encode(name, text, clip)
         finally:
@@ -74,7 +76,7 @@ class VoiceRoutes:
         self._voices.check_addable(name, text)
         return name, text, await clip.read()
 
-    def _limited(self, request: Request) -> Request:
+    async def _limited(self, request: Request) -> Request:
         """The same request, whose body ends in an error when it is longer than a clip may be."""
         max_bytes = self._config.max_clip_bytes
         error = VoiceError(
@@ -82,6 +84,7 @@ class VoiceRoutes:
         )
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > max_bytes + _FORM_BYTES:
+            await _discard_body(request)  # a client that is cut off while sending hears no answer
             raise error
         num_bytes = 0
 
@@ -93,10 +96,17 @@ class VoiceRoutes:
                 raise error
             return message
 
-        limited: Callable[[], Awaitable[MutableMapping[str, Any]]] = receive
-        return Request(request.scope, limited)
+        return Request(request.scope, receive)
 
     def _describe(self, info: dict[str, object]) -> dict[str, object]:
         num_frames = info["num_frames"]
         assert isinstance(num_frames, int)
         return info | {"duration_s": round(num_frames / self._engine.info.frame_rate_hz, 3)}
+
+
+async def _discard_body(request: Request) -> None:
+    num_bytes = 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > _MAX_DISCARDED_BYTES:
+            return

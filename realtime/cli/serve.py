@@ -14,6 +14,7 @@ from types import FrameType
 
 import uvicorn
 
+import model
 from realtime import config as options
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
@@ -42,21 +43,21 @@ def run(args: argparse.Namespace) -> int:
 
 def load_engine(config: ServerConfig) -> Engine:
     """The ping-pong engine on the configured model; the only function here that needs torch."""
+    is_embedded = config.model == "embedded"
+    path = Path(model.__file__).parent / "embedded" if is_embedded else Path(config.model)
+    if not path.is_dir():
+        raise PlosiveError("model_unusable", f"there is no checkpoint directory {path}")
+
     import torch
 
-    import model
     from model.errors import ModelError
     from model.speech_model import load_speech_model
     from realtime.pingpong.engine import EngineConfig, PingPongEngine
 
-    is_embedded = config.model == "embedded"
-    path = Path(model.__file__).parent / "embedded" if is_embedded else Path(config.model)
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        if not path.is_dir():
-            raise ModelError(f"there is no checkpoint directory {path}")
         speech_model = load_speech_model(path, name=path.name, device=device)
     except (ModelError, OSError, RuntimeError) as error:
         raise PlosiveError("model_unusable", f"cannot load the model: {error}") from error

@@ -41,7 +41,7 @@ class Served:
         return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False)
 
     def connect(self, **kwargs: Any) -> "ws_connect":
-        kwargs = {"subprotocols": [wire.SUBPROTOCOL], "proxy": None} | kwargs
+        kwargs = {"subprotocols": [wire.SUBPROTOCOL], "proxy": None, "close_timeout": 0.2} | kwargs
         return ws_connect(self.ws_url, **kwargs)
 
     async def stop(self) -> None:

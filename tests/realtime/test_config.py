@@ -1,0 +1,66 @@
+"""One dataclass, and the command line and environment that are generated from it."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from realtime.config import ConfigError, ServerConfig, add_arguments, from_args
+
+
+def parse(*argv: str, **environ: str) -> ServerConfig:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser, ServerConfig)
+    return from_args(parser.parse_args(argv), ServerConfig, environ)
+
+
+def test_defaults() -> None:
+    assert parse() == ServerConfig()
+    assert (ServerConfig().host, ServerConfig().port) == ("127.0.0.1", 8765)
+
+
+def test_command_line_over_environment_over_default() -> None:
+    environ = {"PLOSIVE_PORT": "1", "PLOSIVE_DRAIN_S": "2.5", "PLOSIVE_URL": "x", "HOME": "y"}
+    config = parse("--port", "0", "--voices-dir", "/tmp/v", **environ)
+    assert (config.port, config.drain_s, config.voices_dir) == (0, 2.5, Path("/tmp/v"))
+    assert config.resolved_voices_dir() == Path("/tmp/v")
+
+
+def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    text = capsys.readouterr().out
+    for name in ServerConfig.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in text
+
+
+def test_unknown_variable_names_the_valid_ones() -> None:
+    with pytest.raises(ConfigError, match=r"PLOSIVE_PROT.*PLOSIVE_PORT"):
+        parse(PLOSIVE_PROT="1")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PLOSIVE_PORT", "many"),
+        ("PLOSIVE_PORT", "70000"),
+        ("PLOSIVE_DRAIN_S", "nan"),
+        ("PLOSIVE_MAX_SLOTS", "0"),
+        ("PLOSIVE_MAX_LEAD_MS", "70000"),
+        ("PLOSIVE_LOW_WATER_MS", "1000"),
+        ("PLOSIVE_LOG_LEVEL", "loud"),
+        ("PLOSIVE_WRITE_STALL_S", "0"),
+    ],
+)
+def test_values_that_make_no_sense(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse(**{variable: value})
+    assert refused.value.param == variable.removeprefix("PLOSIVE_").lower()
+    assert value.lower() in refused.value.message
+
+
+def test_unknown_option_and_bad_number(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--prot", "1"], ["--drain-s", "inf"]):
+        with pytest.raises(SystemExit):
+            parse(*argv)
+        assert argv[0] in capsys.readouterr().err

@@ -1,0 +1,196 @@
+"""The egress thread: order, stale frames, waiting queues, and failures that stay with one slot."""
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from realtime import egress as egress_module
+from realtime.egress import Egress, LoopEvent
+from realtime.metrics import Metrics
+from realtime.pingpong.messages import (
+    FramePcm,
+    SegmentEnd,
+    SlotClosed,
+    SlotFailed,
+    SlotReady,
+    SlotRef,
+    TurnEnd,
+)
+from realtime.pingpong.slots import Slots
+from realtime.session.actions import EncodedAudio
+from realtime.wire import AudioFormat
+
+PCM = AudioFormat(codec="pcm_s16le")
+
+
+class Rig:
+    """An egress on the running loop, and what it delivers."""
+
+    def __init__(self, num_slots: int = 2) -> None:
+        self.slots = Slots(num_slots)
+        self.metrics = Metrics()
+        self.events: list[LoopEvent] = []
+        self.num_wakes = 0
+        self._changed = asyncio.Event()
+        self.egress = Egress(24_000, self.slots, self._deliver, self.metrics)
+
+    def _deliver(self, event: LoopEvent) -> None:
+        self.events.append(event)
+        self._changed.set()
+
+    async def until(self, num_events: int) -> list[LoopEvent]:
+        async with asyncio.timeout(10.0):
+            while len(self.events) < num_events:
+                self._changed.clear()
+                await self._changed.wait()
+        return self.events
+
+    def open(self, audio_format: AudioFormat = PCM) -> SlotRef:
+        slot = self.slots.acquire()
+        assert slot is not None
+        self.egress.open_encoder(slot, audio_format)
+        return slot
+
+    async def __aenter__(self) -> "Rig":
+        self.egress.start(asyncio.get_running_loop())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.egress.stop)
+
+
+def frame(slot: SlotRef, turn_id: int, index: int, level: float = 0.1) -> FramePcm:
+    return FramePcm(slot, turn_id, 0, index, 1, np.full(960, level, np.float32))
+
+
+def turn_end(slot: SlotRef, turn_id: int, num_frames: int) -> TurnEnd:
+    return TurnEnd(slot, turn_id, num_frames, {}, 0, 0.0)
+
+
+async def test_events_keep_their_order_and_turns_get_a_tail() -> None:
+    async with Rig() as rig:
+        slot = rig.open()
+        segment_end = SegmentEnd(slot, 1, 0, 2)
+        for event in (
+            SlotReady(slot, 1.0, True),
+            frame(slot, 1, 0),
+            frame(slot, 1, 1),
+            segment_end,
+            turn_end(slot, 1, 2),
+            turn_end(slot, 2, 0),
+        ):
+            rig.egress.put(event)
+        ready, first, second, segment, tail, end, empty_end = await rig.until(7)
+        assert isinstance(ready, SlotReady)
+        assert isinstance(first, EncodedAudio) and not first.is_last
+        assert len(first.packets) == 2 and first.num_samples == 960
+        assert isinstance(second, EncodedAudio) and second.first_frame == 1
+        assert second.packets[0].pts_samples == 960
+        assert segment == segment_end
+        assert isinstance(tail, EncodedAudio) and tail.is_last
+        assert (tail.num_frames, tail.first_frame, tail.num_samples) == (0, 2, 1920)
+        assert isinstance(end, TurnEnd) and isinstance(empty_end, TurnEnd)
+
+
+async def test_stale_frames_are_dropped_before_encoding() -> None:
+    async with Rig() as rig:
+        slot = rig.open()
+        rig.egress.put(frame(slot, 1, 0))
+        await rig.until(1)
+        bumped = rig.slots.bump(slot)
+        rig.egress.put(frame(slot, 1, 1))
+        rig.egress.put(turn_end(slot, 1, 2))
+        rig.egress.put(frame(bumped, 2, 0))
+        events = await rig.until(3)
+        assert [type(event) for event in events] == [EncodedAudio, TurnEnd, EncodedAudio]
+        fresh = events[2]
+        assert isinstance(fresh, EncodedAudio)
+        assert fresh.packets[0].pts_samples == 0, "the encoder starts afresh"
+        assert rig.metrics.registry.get_sample_value("plosive_stale_frames_total") == 1
+        assert rig.metrics.registry.get_sample_value("plosive_frames_total") == 2
+
+
+async def test_the_encoder_is_freed_with_the_slot() -> None:
+    async with Rig() as rig:
+        slot = rig.open()
+        assert rig.egress.num_encoders == 1
+        closed = rig.slots.bump(slot)
+        rig.egress.put(SlotClosed(closed))
+        await rig.until(1)
+        assert rig.egress.num_encoders == 0
+        rig.egress.put(frame(closed, 1, 0))
+        rig.egress.put(SlotReady(closed, 1.0, True))
+        assert [type(event) for event in await rig.until(2)] == [SlotClosed, SlotReady]
+
+
+async def test_one_streams_failure_stays_with_it() -> None:
+    async with Rig() as rig:
+        bad, good = rig.open(), rig.open()
+        rig.egress.put(FramePcm(bad, 1, 0, 0, 1, np.array(["no", "pcm"] * 300)))
+        rig.egress.put(frame(good, 1, 0))
+        failed, audio = await rig.until(2)
+        assert isinstance(failed, SlotFailed) and failed.slot == bad
+        assert isinstance(audio, EncodedAudio) and audio.slot == good
+
+
+async def test_a_burst_wakes_the_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress_module, "_MAX_BURST_S", 10.0)
+    async with Rig() as rig:
+        loop = asyncio.get_running_loop()
+        wakes: list[object] = []
+        call_soon_threadsafe = loop.call_soon_threadsafe
+
+        def counting(callback: object, *args: object, **kwargs: object) -> object:
+            if callback == rig.egress._take:
+                wakes.append(callback)
+            return call_soon_threadsafe(callback, *args, **kwargs)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
+        slot = rig.open()
+        for index in range(100):
+            rig.egress.put(frame(slot, 1, index))  # the loop is not free in between
+        await rig.until(100)
+        assert len(wakes) < 100 / 5
+
+
+async def test_a_busy_loop_makes_the_engine_wait_and_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(egress_module, "_MAX_OUTBOX", 16)
+    async with Rig() as rig:
+        rig.egress._inbox.maxsize = 8
+        slot = rig.open()
+        num_frames, num_put = 200, 0
+
+        def feed() -> None:
+            nonlocal num_put
+            for index in range(num_frames):
+                rig.egress.put(frame(slot, 1, index))
+                num_put += 1
+
+        feeder = threading.Thread(target=feed)
+        feeder.start()
+        feeder.join(0.3)  # the loop does not run meanwhile
+        assert feeder.is_alive(), "the engine's thread waits"
+        num_waiting = len(rig.egress._outbox) + rig.egress.num_queued
+        assert num_put < num_frames and num_waiting < 16 + 8 + 100
+        events = await rig.until(num_frames)
+        assert [e.first_frame for e in events if isinstance(e, EncodedAudio)] == list(
+            range(num_frames)
+        )
+        feeder.join()
+
+
+async def test_stop_releases_a_waiting_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()  # never started: its queue stays full
+    rig.egress._inbox.maxsize = 1
+    slot = rig.open()
+    feeder = threading.Thread(
+        target=lambda: [rig.egress.put(frame(slot, 1, index)) for index in range(3)]
+    )
+    feeder.start()
+    rig.egress.stop()
+    feeder.join(5.0)
+    assert not feeder.is_alive()

@@ -1,0 +1,123 @@
+"""`plosive serve` as a process: announcing, refusing, draining on SIGTERM."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from realtime import wire
+from realtime.cli.serve import bind, load_engine
+from realtime.config import ServerConfig
+from realtime.errors import PlosiveError
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import sys
+from pathlib import Path
+from realtime.cli.serve import serve
+from realtime.config import ServerConfig
+from tests.realtime.support import make_engine
+folder, fd, frame_s, error = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+def make(config):
+    engine = make_engine(folder, frame_s=frame_s)
+    engine.warm_up_error = RuntimeError(error) if error else None
+    return engine
+sys.exit(serve(ServerConfig(port=0, voices_dir=folder / "v", announce_fd=fd), make))
+"""
+
+
+@contextmanager
+def process(
+    folder: Path, frame_s: float = 0.0, error: str = ""
+) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
+    """The server and what it announced; nothing if it closed the pipe without a word."""
+    read_fd, write_fd = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PROGRAM, folder, str(write_fd), str(frame_s), error],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[write_fd],
+        text=True,
+    )
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe, child:
+        try:
+            line = pipe.readline()
+            yield child, json.loads(line) if line else {}
+        finally:
+            child.kill()
+
+
+def test_announce_serve_and_drain(tmp_path: Path) -> None:
+    with process(tmp_path, frame_s=0.01) as (child, announced):
+        url = announced["url"]
+        assert httpx.get(url + "/ready", trust_env=False).json()["ready"]
+        assert announced["ready_s"] > 0 and url.endswith(f":{announced['port']}")
+        ws_url = url.replace("http", "ws") + wire.PATH
+        with connect(ws_url, subprotocols=[wire.SUBPROTOCOL], proxy=None) as client:
+            client.send(wire.encode(wire.SessionStart()))
+            client.send(wire.encode(wire.TextAppend(turn_id=1, text="A few words to say. " * 5)))
+            client.send(wire.encode(wire.TurnCommit(turn_id=1)))
+            while not isinstance(client.recv(timeout=10), bytes):
+                pass
+            child.send_signal(signal.SIGTERM)
+            messages = []
+            with pytest.raises(ConnectionClosed) as closed:
+                while True:
+                    frame = client.recv(timeout=10)
+                    if isinstance(frame, str):
+                        messages.append(wire.decode_server(frame).type)
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
+        assert "session.closing" in messages and messages[-1] == "turn.done"
+        stdout, stderr = child.communicate(timeout=10)
+        assert child.returncode == 0, stderr
+        assert stdout.startswith(f"Plosive listening on {url} (model fake, 2 slots, ready in ")
+        assert stdout.count("\n") == 1 and stderr == ""
+
+
+def test_a_model_that_does_not_warm_up(tmp_path: Path) -> None:
+    with process(tmp_path, error="out of memory") as (child, announced):
+        stdout, stderr = child.communicate(timeout=10)
+        assert (child.returncode, announced, stdout) == (1, {}, "")
+        assert "plosive: the model cannot be served: out of memory" in stderr
+
+
+def plosive_serve(*argv: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "realtime", "serve", *argv]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_port_in_use_is_one_clear_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = plosive_serve("--port", str(port))
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"plosive: port {port} on 127.0.0.1 is in use; choose another with --port (0: any free one)\n"
+    )
+
+
+def test_bad_option_and_bad_host() -> None:
+    result = plosive_serve("--max-slots", "0")
+    assert result.returncode == 2
+    assert result.stderr == "plosive serve: max_slots: got 0, expected at least 1\n"
+    with pytest.raises(PlosiveError, match="cannot listen on nowhere.invalid"):
+        bind("nowhere.invalid", 0)
+
+
+def test_model_path_missing(tmp_path: Path) -> None:
+    with pytest.raises(PlosiveError, match=str(tmp_path / "gone")) as refused:
+        load_engine(ServerConfig(model=str(tmp_path / "gone")))
+    assert refused.value.code == "model_unusable"
