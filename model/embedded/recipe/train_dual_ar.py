@@ -165,7 +165,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Held-out loss of the averaged weights; keep them if they are the best so far."""
     semantic, residual = trainer.held_loss(held)
-    if semantic + residual < progress["best"]:
+    if not semantic + residual >= progress["best"]:  # also when there was nothing to measure
         progress["best"] = semantic + residual
         progress["best_step"] = progress["step"]
         save_weights(trainer, progress, out)
