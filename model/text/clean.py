@@ -174,6 +174,13 @@ def _style_tag(warnings: Warnings) -> Callable[[re.Match[str]], str]:
     return drop
 
 
+def _item(match: re.Match[str]) -> str:
+    """The number of an item within a line, unless its bracket closes one that is open."""
+    before = match.string[: match.start()]
+    is_open = before.count("(") > before.count(")")
+    return match[0] if is_open else f"{match[1]}, "
+
+
 _MARKUP: tuple[Rule, ...] = (
     rule(r"(?m)^[ \t]*(?:```|~~~)[\w+-]*[ \t]*$", ""),
     rule(r"(?m)^[ \t]*(?:[-*_] ?){3,}[ \t]*$", "\n"),
@@ -187,6 +194,7 @@ _MARKUP: tuple[Rule, ...] = (
     rule(r"(\*\*|__|~~)(?=\S)(.{1,500}?)(?<=\S)\1", r"\2"),
     rule(r"(?<![\w*])\*(?=[^\s*])([^*\n]{1,500}?)(?<=[^\s*])\*(?![\w*])", r"\1"),
     rule(r"(?<!\w)_(?=[^\s_])([^_\n]{1,500}?)(?<=[^\s_])_(?!\w)", r"\1"),
+    rule(r"(?<=\s)(\d{1,2})\)\s+(?=\w)", _item),
     rule(r"`+", ""),
     rule(r"(?<!\S)(?:[:;=]-?[()DPp]|<3)(?!\S)", " "),  # emoticons
     rule(

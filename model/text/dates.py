@@ -73,6 +73,11 @@ def _month_year(match: re.Match[str]) -> str:
 
 DATE_RULES = (
     rule(
+        r"\b(?P<lead>[Ee]xp(?:ires|ired|iry|iration|\.)?(?: date)?(?: on| in| is|:)? )"
+        r"(?P<month>0[1-9]|1[0-2])/(?P<year>\d\d)(?![\w/])",
+        lambda m: f"{m['lead']}{MONTHS[int(m['month']) - 1]} {year(2000 + int(m['year']))}",
+    ),
+    rule(
         r"(?<![\w-])(?P<year>[12]\d{3})-(?P<month>\d\d)-(?P<day>\d\d)"
         r"(?:[T ](?P<time>\d\d:\d\d)(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?)?(?![\w-])",
         _iso,
@@ -107,7 +112,7 @@ DATE_RULES = (
     rule(rf"(?<!\w)(?P<month>{_MONTH}),? {_YEAR}", _month_year),
     rule(
         # "11/29" is a date when its second number cannot be a denominator that people use.
-        r"(?<![\w/.,])(?P<first>[1-9]|1[0-2])/(?P<second>1[13-57-9]|2[1-9]|3[01])(?P<year>)"
+        r"(?<![\w/.,])(?P<first>0?[1-9]|1[0-2])/(?P<second>1[13-57-9]|2[1-9]|3[01])(?P<year>)"
         r"(?![\w/]|\.\d)",
         _american,
     ),
@@ -129,7 +134,8 @@ DAY_AND_MONTH_RULES = (
         lambda m: f"{_DAYS[m[1]]} to {_DAYS[m[2]]}",
     ),
     rule(
-        rf"(?<!\w)(?P<day>{any_of(_DAYS)})(?:\.(?= [a-z0-9]|,)|(?=,? (?:{_MONTH})(?!\w)))",
+        rf"(?<!\w)(?P<day>{any_of(_DAYS)})(?:\.(?= [a-z0-9]|,| (?:{_MONTH})(?!\w))"
+        rf"|(?=,? (?:{_MONTH})(?!\w)))",
         lambda m: _DAYS[m["day"]],
     ),
 )

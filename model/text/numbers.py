@@ -154,7 +154,7 @@ _YEAR_BEFORE = any_of(
 _ROOM_BEFORE = any_of(
     words(
         "room suite apartment apt unit flight gate route highway interstate bus train channel "
-        "Boeing RTX GTX Airbus building area studio locker bay I- US- Route- Porsche"
+        "Boeing RTX GTX Airbus building area studio locker bay extension I- US- Route- Porsche"
     )
 )
 _CODE_BEFORE = any_of(
@@ -254,6 +254,7 @@ NUMBER_RULES: tuple[Rule, ...] = (
         rf"\b((?i:{_ROOM_BEFORE})\s?(?:number )?)(?P<n>\d{{3,4}}){END}",
         lambda m: m[1] + hundreds(m["n"]),
     ),
+    rule(r"(?<!\w)([A-Z]{2} )(\d{3,4})(?![\w-]|[.,]\d)", lambda m: m[1] + hundreds(m[2])),
     rule(
         rf"\b((?:{_CODE_BEFORE})(?: number| code| is| in|:| no\.?)* )(?P<n>\d{{4,}}){END}",
         lambda m: m[1] + digits(m["n"]),

@@ -34,7 +34,7 @@ SIGN_RULES: tuple[Rule, ...] = (
     rule(r"(?<=[\w ])>(?=[ \w])", " greater than "),
     rule(r"^<(?=\d)", "less than "),
     rule(r"^>(?=\d)", "more than "),
-    rule(r"[~≈](?= ?[\d$£€])", "about "),
+    rule(r"(?<!\w)[~≈](?= ?[\w$£€])", "about "),
     rule(r"(?<=[\w ])≈(?=[\w ])", " is about "),
     rule(r"±|\+/-", " plus or minus "),
     rule(r"(?<![\w+])\+(?=\d)", "plus "),

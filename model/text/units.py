@@ -139,6 +139,11 @@ def _temperature(match: re.Match[str]) -> str:
     return f"{number(match['amount'])} {unit.one if is_one(match['amount']) else unit.many}"
 
 
+def _per(match: re.Match[str]) -> str:
+    stop = "." if match["unit"].endswith(".") and ends_sentence(match) else ""
+    return f" per {_PER[match['unit']]}{stop}"
+
+
 UNIT_RULES = (
     rule(rf"(?<![\w.])[-−–](?={NUMBER})", "minus "),
     rule(
@@ -155,7 +160,7 @@ UNIT_RULES = (
     rule(rf"{_AMOUNT} ?‰", lambda m: f"{number(m['amount'])} per mille"),
     rule(rf"{_AMOUNT} ?(?:º|°) ?(?P<scale>[CF])(?!\w)", _temperature),
     rule(rf"{_AMOUNT}(?P<hyphen>[ -]?)(?P<unit>{_UNIT})(?![\w²³])(?!\.\w)(?!'\w)", _measure),
-    rule(rf"(?<=[A-Za-z])/(?P<unit>{any_of(_PER)})(?!\w)", lambda m: f" per {_PER[m['unit']]}"),
+    rule(rf"(?<=[A-Za-z])/(?P<unit>{any_of(_PER)})(?!\w)", _per),
     rule(rf"{_AMOUNT}(?P<short>k|M|bn|tn)(?!\w|['-]\w)", _magnitude),
     rule(
         r"(?<![\w.,])(\d+(?:\.\d+)?)(?: ?[x×] ?)(?=\d+(?:\.\d+)?(?![\w]))",

@@ -31,7 +31,7 @@ _PRODUCTS = {
     "OK": "OK", "ok": "OK", "Ok": "OK", "JPEG": "JPEG", "PostgreSQL": f"postgress {spell('QL')}",
     "HTTPS": spell("HTTPS"), "YAML": "yammle", "B2B": f"{spell('B')} to {spell('B')}",
     "B2C": f"{spell('B')} to {spell('C')}", "P2P": f"{spell('P')} to {spell('P')}",
-    "WWI": "World War one", "WWII": "World War two", "AIDS": "AIDS",
+    "WWI": "World War one", "WWII": "World War two", "AIDS": "AIDS", "ZIP": "zip",
     "US": spell("US"), "USA": spell("USA"), "UK": spell("UK"), "TV": spell("TV"),
     "sudo": "sue doo", "nginx": "engine X", "kubectl": "kube control",
 }  # fmt: skip
