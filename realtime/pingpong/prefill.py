@@ -9,7 +9,7 @@ chunks, most urgent first, so that nobody's first audio waits for somebody's lon
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -39,66 +39,13 @@ from realtime.pingpong.messages import Event as EngineEvent
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Join, Returned
+from realtime.pingpong.tenants import NOTHING_TO_DO, Segment, Tenant, Turn
 
 logger = logging.getLogger(__name__)
 
 _SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # golden ratio: segments of a turn draw unrelated numbers
 _SEED_MASK = (1 << 63) - 1
 _MIN_TEXT_POSITIONS = 64  # of a segment, besides its frames
-
-
-@dataclass(slots=True)
-class _Segment:
-    text: str = ""
-    is_closed: bool = False
-
-
-@dataclass(slots=True)
-class _Turn:
-    turn_id: int
-    segments: list[_Segment] = field(default_factory=list)
-    num_segments: int | None = None  # known once the turn has ended on the wire
-    next_segment: int = 0
-    num_frames: int = 0
-    start_length: int = 0  # of the context before the turn
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (KV of first frame, num_frames)
-    stamps_ns: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def is_over(self) -> bool:
-        return self.num_segments is not None and self.next_segment >= self.num_segments
-
-    @property
-    def current(self) -> _Segment | None:
-        return self.segments[self.next_segment] if self.next_segment < len(self.segments) else None
-
-
-@dataclass(slots=True)
-class _Tenant:
-    """A slot as the prefill thread knows it. `rows[:, :num_done]` of the current segment are in the
-    KV from `context_length` on."""
-
-    slot: SlotRef
-    sampling: SamplingParams
-    max_lead_ns: int = 0
-    opening: OpenSlot | None = None  # prefix still to be prefilled
-    opening_rows: Tensor | None = None
-    opening_after: int | None = None  # the turn that was on when it came; it keeps its voice
-    opened_at_ns: int = 0
-    prefix_length: int = 0
-    context_length: int = 0  # prefix, and in dialogue context the exchanges after it
-    rows: Tensor | None = None  # i32 [1+K, T] (host), what is (partly) prefilled after the context
-    num_done: int = 0
-    prepared: tuple[str, bool] | None = None  # the (text, is_closed) that `rows` was made from
-    is_decoding: bool = False  # decode owns the slot
-    cancelled: "tuple[_Turn, int] | None" = None  # while decoding, with the frames heard of it
-    is_closing: bool = False
-    turn: _Turn | None = None
-
-    @property
-    def may_open(self) -> bool:
-        is_turn_over = self.turn is None or self.turn.turn_id != self.opening_after
-        return self.opening is not None and is_turn_over
 
 
 class PrefillLoop:
@@ -122,7 +69,7 @@ class PrefillLoop:
         self._emit = emit
         self._join = join
         self._chunk = chunk_positions
-        self._tenants: dict[int, _Tenant] = {}
+        self._tenants: dict[int, Tenant] = {}
         self.num_positions = 0  # prefilled so far, for metrics
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
@@ -134,16 +81,20 @@ class PrefillLoop:
         """Take what has arrived, then do the most urgent chunk. False when there was none."""
         has_work = self._most_urgent() is not None
         for message in self.inbox.take_all(0.0 if has_work else wait_s):
-            self._receive(message)
+            self._guarded(message.slot, partial(self._receive, message))
         tenant = self._most_urgent()
         if tenant is None:
             return False
-        try:
-            self._advance(tenant)
-        except Exception as error:
-            logger.exception("prefill failed in slot %s", tenant.slot)
-            self._fail(tenant, error)
+        self._guarded(tenant.slot, partial(self._advance, tenant))
         return True
+
+    def _guarded(self, slot: SlotRef, work: Callable[[], None]) -> None:
+        """What one session breaks is that session's end, not its neighbours'."""
+        try:
+            work()
+        except Exception as error:
+            logger.exception("prefill failed in %s", slot)
+            self._fail(slot, error)
 
     # ------------------------------------------------------------------ messages
 
@@ -168,15 +119,15 @@ class PrefillLoop:
     def _open(self, command: OpenSlot) -> None:
         tenant = self._tenants.get(command.slot.idx)
         if tenant is None:
-            tenant = self._tenants[command.slot.idx] = _Tenant(command.slot, command.sampling)
+            tenant = self._tenants[command.slot.idx] = Tenant(command.slot, command.sampling)
         tenant.slot = command.slot
         tenant.opening, tenant.opening_rows = command, None
         tenant.opening_after = tenant.turn.turn_id if tenant.turn is not None else None
         tenant.opened_at_ns = time.perf_counter_ns()
 
-    def _receive_text(self, tenant: _Tenant, message: SetText | EndTurn) -> None:
+    def _receive_text(self, tenant: Tenant, message: SetText | EndTurn) -> None:
         if tenant.turn is None:
-            tenant.turn = _Turn(message.turn_id, start_length=tenant.context_length)
+            tenant.turn = Turn(message.turn_id, start_length=tenant.context_length)
         turn = tenant.turn
         assert turn.turn_id == message.turn_id, (turn.turn_id, message)
         if isinstance(message, EndTurn):
@@ -184,11 +135,11 @@ class PrefillLoop:
             self._finish_turn_if_over(tenant)
             return
         if message.segment == len(turn.segments):
-            turn.segments.append(_Segment())
+            turn.segments.append(Segment())
         segment = turn.segments[message.segment]
         segment.text, segment.is_closed = message.text, message.is_closed
 
-    def _cancel(self, tenant: _Tenant, command: CancelTurn) -> None:
+    def _cancel(self, tenant: Tenant, command: CancelTurn) -> None:
         tenant.slot = command.slot
         if tenant.turn is None or tenant.turn.turn_id != command.turn_id:
             return
@@ -198,13 +149,13 @@ class PrefillLoop:
         else:
             self._forget(tenant, turn, command.heard_frames)
 
-    def _close(self, tenant: _Tenant, command: CloseSlot) -> None:
+    def _close(self, tenant: Tenant, command: CloseSlot) -> None:
         tenant.slot = command.slot
         tenant.is_closing = True
         if not tenant.is_decoding:
             self._drop(tenant)
 
-    def _take_back(self, tenant: _Tenant, returned: Returned) -> None:
+    def _take_back(self, tenant: Tenant, returned: Returned) -> None:
         assert tenant.is_decoding, returned
         tenant.is_decoding = False
         returned.stepped.wait_on_stream()
@@ -227,64 +178,41 @@ class PrefillLoop:
 
     # ------------------------------------------------------------------ turns and context
 
-    def _finish_turn_if_over(self, tenant: _Tenant) -> None:
+    def _finish_turn_if_over(self, tenant: Tenant) -> None:
         turn = tenant.turn
         if turn is None or not turn.is_over:
             return
         tenant.turn = None
         self._emit(TurnEnd(tenant.slot, turn.turn_id, turn.num_frames, turn.stamps_ns, 0, 0.0))
 
-    def _forget(self, tenant: _Tenant, turn: _Turn, heard_frames: int) -> None:
+    def _forget(self, tenant: Tenant, turn: Turn, heard_frames: int) -> None:
         """Roll the KV back to the frames that were heard; what was not heard never happened."""
-        length = turn.start_length
-        for first_kv, num_frames in turn.spans:
-            if heard_frames <= 0:
-                break
-            length = first_kv + min(heard_frames, num_frames)
-            heard_frames -= num_frames
-        self._keep_context(tenant, length)
+        self._keep_context(tenant, turn.kv_length_heard(heard_frames))
         if tenant.turn is not None:  # text of the next turn has come in the meantime
             tenant.turn.start_length = tenant.context_length
 
-    def _keep_context(self, tenant: _Tenant, kv_length: int) -> None:
+    def _keep_context(self, tenant: Tenant, kv_length: int) -> None:
         is_dialogue = self._model.serving.context == "dialogue"
-        tenant.context_length = kv_length if is_dialogue else tenant.prefix_length
-        tenant.rows, tenant.num_done, tenant.prepared = None, 0, None
+        tenant.start_context(kv_length if is_dialogue else tenant.prefix_length)
 
-    def _drop(self, tenant: _Tenant) -> None:
+    def _drop(self, tenant: Tenant) -> None:
         del self._tenants[tenant.slot.idx]
         self._emit(SlotClosed(tenant.slot))
 
-    def _fail(self, tenant: _Tenant, error: Exception) -> None:
-        tenant.opening, tenant.turn = None, None
-        self._emit(SlotFailed(tenant.slot, f"{type(error).__name__}: {error}"))
+    def _fail(self, slot: SlotRef, error: Exception) -> None:
+        tenant = self._tenants.get(slot.idx)
+        if tenant is not None:
+            tenant.opening, tenant.turn = None, None
+        self._emit(SlotFailed(slot, f"{type(error).__name__}: {error}"))
 
     # ------------------------------------------------------------------ work
 
-    def _most_urgent(self) -> "_Tenant | None":
+    def _most_urgent(self) -> Tenant | None:
         """Closed text first (somebody waits for audio), then new voices, then growing text."""
-        best, best_rank = None, 3
-        for tenant in self._tenants.values():
-            rank = self._rank(tenant)
-            if rank < best_rank:
-                best, best_rank = tenant, rank
-        return best
+        tenant = min(self._tenants.values(), key=Tenant.urgency, default=None)
+        return None if tenant is None or tenant.urgency() == NOTHING_TO_DO else tenant
 
-    def _rank(self, tenant: _Tenant) -> int:
-        if tenant.is_decoding:
-            return 3
-        if tenant.may_open:
-            return 1
-        segment = tenant.turn.current if tenant.turn is not None else None
-        if segment is None:
-            return 3
-        if segment.is_closed:
-            return 0
-        is_stale = tenant.prepared != (segment.text, False)
-        is_behind = tenant.rows is not None and tenant.num_done < tenant.rows.shape[1]
-        return 2 if is_stale or is_behind else 3
-
-    def _advance(self, tenant: _Tenant) -> None:
+    def _advance(self, tenant: Tenant) -> None:
         if tenant.opening is not None and tenant.may_open:
             self._advance_opening(tenant, tenant.opening)
             return
@@ -304,7 +232,7 @@ class PrefillLoop:
         if segment.is_closed and tenant.num_done >= num_wanted:
             self._hand_over(tenant, turn)
 
-    def _advance_opening(self, tenant: _Tenant, opening: OpenSlot) -> None:
+    def _advance_opening(self, tenant: Tenant, opening: OpenSlot) -> None:
         if tenant.opening_rows is None:
             tenant.opening_rows = self._checked_prefix_rows(opening)
             tenant.num_done = 0
@@ -321,8 +249,8 @@ class PrefillLoop:
             self._cache.copy_prefix(prefix, tenant.slot.idx)
         tenant.opening, tenant.opening_rows = None, None
         tenant.sampling, tenant.max_lead_ns = opening.sampling, opening.max_lead_ms * 1_000_000
-        tenant.prefix_length = tenant.context_length = rows.shape[1]
-        tenant.rows, tenant.num_done, tenant.prepared = None, 0, None
+        tenant.prefix_length = rows.shape[1]
+        tenant.start_context(tenant.prefix_length)
         if tenant.turn is not None:
             tenant.turn.start_length = tenant.context_length
         prefill_ms = (time.perf_counter_ns() - tenant.opened_at_ns) / 1e6
@@ -338,7 +266,7 @@ class PrefillLoop:
             )
         return rows
 
-    def _prepare(self, tenant: _Tenant, turn: _Turn, segment: _Segment) -> None:
+    def _prepare(self, tenant: Tenant, turn: Turn, segment: Segment) -> None:
         """Rows of the segment as it is now; what is in the KV already and still fits is kept."""
         spoken = self._model.front_end(segment.text)
         old = tenant.rows
@@ -353,7 +281,7 @@ class PrefillLoop:
         num_shared = 0 if old is None else _common_prefix(old, tenant.rows)
         tenant.num_done = min(tenant.num_done, num_shared)
 
-    def _segment_rows(self, tenant: _Tenant, turn: _Turn, phonemes: str, is_closed: bool) -> Tensor:
+    def _segment_rows(self, tenant: Tenant, turn: Turn, phonemes: str, is_closed: bool) -> Tensor:
         prompt = self._model.prompt
         lead = [] if tenant.context_length == tenant.prefix_length else [prompt.next_turn()]
         text = prompt.user_text(phonemes)
@@ -376,14 +304,14 @@ class PrefillLoop:
             )
         return torch.cat([*lead, text, *tail], dim=1)
 
-    def _skip_segment(self, tenant: _Tenant, turn: _Turn) -> None:
+    def _skip_segment(self, tenant: Tenant, turn: Turn) -> None:
         self._emit(SegmentEnd(tenant.slot, turn.turn_id, turn.next_segment, 0))
         tenant.prepared = None
         turn.next_segment += 1
         self._finish_turn_if_over(tenant)
 
     def _prefill_chunk(
-        self, tenant: _Tenant, rows: Tensor, num_done: int, num_wanted: int, base: int
+        self, tenant: Tenant, rows: Tensor, num_done: int, num_wanted: int, base: int
     ) -> int:
         """Prefill the next chunk of `rows`; returns how many are in the KV afterwards."""
         stop = min(num_wanted, num_done + self._chunk)
@@ -393,7 +321,7 @@ class PrefillLoop:
             self.num_positions += stop - num_done
         return max(stop, num_done)
 
-    def _hand_over(self, tenant: _Tenant, turn: _Turn) -> None:
+    def _hand_over(self, tenant: Tenant, turn: Turn) -> None:
         assert tenant.rows is not None
         row = tenant.rows[:, -1].to(self._model.device, non_blocking=True)
         prefilled = Event(self._model.device)

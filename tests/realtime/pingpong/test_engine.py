@@ -244,6 +244,15 @@ def test_a_failing_front_end_fails_its_own_session_only() -> None:
         close_slot(engine, recorder, bad)
 
 
+def test_commands_out_of_order_fail_their_own_session_only() -> None:
+    with running(tiny_model(), num_slots=2) as (engine, recorder):
+        bad, good = open_slot(engine, recorder), open_slot(engine, recorder)
+        engine.submit(SetText(bad, 0, 5, "a segment that skips others", is_closed=True))
+        assert recorder.wait(SlotFailed).slot == bad
+        assert len(speak(engine, recorder, good, 0, "still here."))
+        close_slot(engine, recorder, bad)
+
+
 def test_a_dead_thread_fails_every_session_and_refuses_commands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

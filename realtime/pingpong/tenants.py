@@ -1,0 +1,94 @@
+"""A slot as the prefill thread knows it: its prefix, its turn, and what is in its KV."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from realtime.pingpong.messages import OpenSlot, SamplingParams, SlotRef
+
+# Urgencies, most urgent first: somebody waits for audio; a new voice; text that still grows.
+AUDIO_WAITS, VOICE_WAITS, TEXT_GROWS, NOTHING_TO_DO = range(4)
+
+
+@dataclass(slots=True)
+class Segment:
+    text: str = ""
+    is_closed: bool = False
+
+
+@dataclass(slots=True)
+class Turn:
+    """The turn that the session has given to the engine; there is one at a time."""
+
+    turn_id: int
+    start_length: int  # of the KV context before the turn
+    segments: list[Segment] = field(default_factory=list)
+    num_segments: int | None = None  # known once the turn has ended on the wire
+    next_segment: int = 0
+    num_frames: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (KV of first frame, num_frames)
+    stamps_ns: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_segments is not None and self.next_segment >= self.num_segments
+
+    @property
+    def current(self) -> Segment | None:
+        return self.segments[self.next_segment] if self.next_segment < len(self.segments) else None
+
+    def kv_length_heard(self, heard_frames: int) -> int:
+        """Length of the KV that ends with the last frame that was heard."""
+        length = self.start_length
+        for first_kv, num_frames in self.spans:
+            if heard_frames <= 0:
+                break
+            length = first_kv + min(heard_frames, num_frames)
+            heard_frames -= num_frames
+        return length
+
+
+@dataclass(slots=True)
+class Tenant:
+    """`rows[:, :num_done]` of the current segment are in the KV from `context_length` on."""
+
+    slot: SlotRef
+    sampling: SamplingParams
+    max_lead_ns: int = 0
+    opening: OpenSlot | None = None  # prefix still to be prefilled
+    opening_rows: Tensor | None = None
+    opening_after: int | None = None  # the turn that was on when it came; it keeps its voice
+    opened_at_ns: int = 0
+    prefix_length: int = 0
+    context_length: int = 0  # prefix, and in dialogue context the exchanges after it
+    rows: Tensor | None = None  # i32 [1+K, T] (host), what is (partly) prefilled after the context
+    num_done: int = 0
+    prepared: tuple[str, bool] | None = None  # the (text, is_closed) that `rows` was made from
+    is_decoding: bool = False  # decode owns the slot
+    cancelled: tuple[Turn, int] | None = None  # while decoding, with the frames heard of it
+    is_closing: bool = False
+    turn: Turn | None = None
+
+    @property
+    def may_open(self) -> bool:
+        is_turn_over = self.turn is None or self.turn.turn_id != self.opening_after
+        return self.opening is not None and is_turn_over
+
+    def urgency(self) -> int:
+        if self.is_decoding:
+            return NOTHING_TO_DO
+        if self.may_open:
+            return VOICE_WAITS
+        segment = self.turn.current if self.turn is not None else None
+        if segment is None:
+            return NOTHING_TO_DO
+        if segment.is_closed:
+            return AUDIO_WAITS
+        is_stale = self.prepared != (segment.text, False)
+        is_behind = self.rows is not None and self.num_done < self.rows.shape[1]
+        return TEXT_GROWS if is_stale or is_behind else NOTHING_TO_DO
+
+    def start_context(self, length: int) -> None:
+        """The KV is valid up to `length`; nothing of a segment is prefilled behind it."""
+        self.context_length = length
+        self.rows, self.num_done, self.prepared = None, 0, None
