@@ -39,7 +39,7 @@ from model.errors import PromptError
 _SPEAKER_TAG = re.compile(r"(<\|speaker:\d+\|>)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # tensors have no single truth value
 class Voice:
     """A speaker reference."""
 
