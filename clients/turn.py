@@ -139,9 +139,9 @@ class Turn:
         Raises:
             PlosiveError: what ended the turn otherwise.
         """
-        turn_id = self._open()
         if isinstance(self._outcome, TurnCancelled):
             return self._outcome
+        turn_id = self._open()
         if self._events and isinstance(self._outcome, TurnDone):
             self._outcome = None  # nobody has read that it is done: cancelled is its end
         self._events.clear()
@@ -192,8 +192,9 @@ class Turn:
                 await self._send(self._protocol.cancel(self.turn_id, None))
 
     def fail(self, error: Exception) -> None:
-        """End the turn: iterating and every later call raise `error`."""
-        if not self.is_over or self._cancelled is not None:
+        """End the turn: iterating and every later call raise `error`. A turn that is over, or is
+        being cancelled, has its end already."""
+        if not self.is_over and self._cancelled is None:
             self._finish(error)
 
     def deliver(self, event: TurnEvent, now_s: float) -> None:

@@ -250,6 +250,36 @@ async def test_cancel_gives_the_account_and_late_audio_is_dropped() -> None:
         assert session.protocol.num_late_packets == 6
 
 
+async def test_cancel_while_text_still_streams() -> None:
+    cancel_arrived = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await peer.audio(1, [P])
+        await peer.expect(TurnCancel)
+        cancel_arrived.set()
+        await (await peer.socket.ping())  # meanwhile the client has tried to send "two "
+        await peer.send(
+            TurnCancelled(turn_id=1, spoken_text="", remaining_text="one ", played_ms=0.0)
+        )
+        await peer.until_closed()
+
+    async def endless() -> AsyncIterator[str]:
+        yield "one "
+        await cancel_arrived.wait()
+        yield "two "
+
+    async with (
+        scripted_server(script) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+    ):
+        speech = session.say(endless())
+        async for _ in speech:
+            assert (await speech.turn.cancel()).remaining_text == "one "
+    assert len(server.received) == 3
+
+
 async def test_cancel_after_done_while_it_still_plays() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
