@@ -9,7 +9,7 @@ from model.config import DualARConfig
 from model.errors import ConfigError, ModelError
 from tests.model.goldens import GOLDEN, NAMES
 
-# The fields of the published S2 Pro config.json.
+# The fields of the published S2 Pro config.json, and those that its config class may write.
 STACK = {
     "n_head": 32,
     "n_local_heads": 8,
@@ -20,6 +20,7 @@ STACK = {
     "norm_eps": 1e-06,
     "attention_qkv_bias": False,
     "attention_o_bias": False,
+    "audio_hidden_dim": 5120,
     "dropout": 0.0,
     "use_moe": False,
     "num_experts": 1,
