@@ -348,8 +348,8 @@ def build(wordnet: Path, fortunes: Path, seed: int) -> tuple[list[str], list[tup
     corpus = list(dict.fromkeys(prose + templates + joined)) + replies
     rng.shuffle(corpus)
     print(
-        f"{len(prose)} prose, {len(templates)} template, {len(joined)} joined, {len(replies)} short;"
-        f" {len(heldout)} held out: {dict(Counter(row[0] for row in heldout))}"
+        f"{len(prose)} prose, {len(templates)} template, {len(joined)} joined,"
+        f" {len(replies)} short; {len(heldout)} held out: {dict(Counter(row[0] for row in heldout))}"
     )
     return corpus, heldout
 

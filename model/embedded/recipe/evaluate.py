@@ -1,21 +1,21 @@
 """Measures speech: is it understood, does it sound clean, is it the right voice, does it end.
 
-    evaluate centroids DIR --out centroids.json      speaker centroids of clean clips
-    evaluate wavs DIR --texts heldout.tsv            clips already made: DIR/VOICE/ROW.wav
-    evaluate server URL --texts heldout.tsv          speech made by a running server, over its WebSocket
+    evaluate centroids DIR --out centroids.json     speaker centroids of clean clips
+    evaluate wavs DIR --texts heldout.tsv           clips already made: DIR/VOICE/ROW.wav
+    evaluate server URL --texts heldout.tsv         speech of a running server, over its WebSocket
 
 What is measured, per voice and over all clips, with 95 % bootstrap intervals over clips:
 
     WER          whisper tiny.en against the spoken text; numbers may be read in any usual way
     DistillMOS   naturalness, 1 to 5
     DNSMOS       overall quality (OVRL), 1 to 5
-    voice        share of clips whose nearest centroid (Resemblyzer) is the voice asked for; cosine to it
+    voice        share of clips whose nearest centroid (Resemblyzer) is the voice asked for; cosine
     lead         silence before the first 10 ms above 5 % of the clip's loudest
-    faults       silent, runaway (far too long), truncated (far too short, or its last words missing), repeated
-                 words
+    faults       silent (or failed), runaway (far too long), truncated (far too short, or its last
+                 words missing), repeated words
 
-Whisper tiny.en makes errors of its own, and so do the fault counts that rest on it: read every figure beside the
-same figure for the teacher.
+Whisper tiny.en makes errors of its own, and so do the fault counts that rest on it: read every
+figure beside the same figure for the teacher.
 """
 
 from __future__ import annotations
@@ -72,12 +72,35 @@ def read_texts(path: Path) -> list[Text]:
 
 
 SAME_WORD = {
-    "mr": "mister", "mrs": "missus", "ms": "miss", "dr": "doctor", "prof": "professor", "ok": "okay",
-    "alright": "all right", "neighbour": "neighbor", "harbour": "harbor", "theatre": "theater", "grey": "gray",
-    "colour": "color", "favourite": "favorite", "honour": "honor", "kilometres": "kilometers", "cheque": "check",
-    "goodbye": "good bye", "whilst": "while", "programme": "program", "travelled": "traveled", "percents": "percent",
-    "street": "st", "st": "st", "road": "rd", "rd": "rd", "avenue": "ave", "gonna": "going to", "ya": "you",
-}  # fmt: skip
+    "mr": "mister",
+    "mrs": "missus",
+    "ms": "miss",
+    "dr": "doctor",
+    "prof": "professor",
+    "ok": "okay",
+    "alright": "all right",
+    "neighbour": "neighbor",
+    "harbour": "harbor",
+    "theatre": "theater",
+    "grey": "gray",
+    "colour": "color",
+    "favourite": "favorite",
+    "honour": "honor",
+    "kilometres": "kilometers",
+    "cheque": "check",
+    "goodbye": "good bye",
+    "whilst": "while",
+    "programme": "program",
+    "travelled": "traveled",
+    "percents": "percent",
+    "street": "st",
+    "st": "st",
+    "road": "rd",
+    "rd": "rd",
+    "avenue": "ave",
+    "gonna": "going to",
+    "ya": "you",
+}
 
 
 def _cardinal(value: int) -> Words:
@@ -390,7 +413,8 @@ def summarize(clips: Sequence[Measured]) -> dict[str, Any]:
 
 def print_table(summaries: dict[str, dict[str, Any]]) -> None:
     print(
-        "| clips | n | WER % | DistillMOS | DNSMOS OVRL | nearest voice % | cosine | lead ms, median | faults |"
+        "| clips | n | WER % | DistillMOS | DNSMOS OVRL | nearest voice % | cosine |"
+        " lead ms, median | faults |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, s in summaries.items():
@@ -479,26 +503,34 @@ def make_centroids(args: argparse.Namespace) -> None:
 async def speak_through_server(
     url: str, texts: Sequence[Text], voices: Sequence[str], folder: Path, limit: int
 ) -> None:
-    """Writes `folder/VOICE/ROW.wav`, one turn a clip, one session a voice; clips already there stay."""
+    """Writes `folder/VOICE/ROW.wav`, a session for each clip; clips already there stay."""
+    from clients import ConnectionFailed, PlosiveError
+
+    jobs = [(voice, row) for voice in voices for row in range(len(texts))[: limit or None]]
+    for voice, row in tqdm(jobs, unit="turn", mininterval=2.0):
+        path = folder / voice / f"{row:04d}.wav"
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            samples, rate_hz = await _say(url, voice, texts[row].written)
+        except ConnectionFailed:
+            raise  # no server is no fault of the speech
+        except PlosiveError as error:
+            tqdm.write(f"{voice}/{row:04d}: {error}")
+            samples, rate_hz = np.zeros(0, np.float32), SAMPLE_RATE_HZ
+        _write_at_24_khz(path, samples, rate_hz)
+
+
+async def _say(url: str, voice: str, text: str) -> tuple[Samples, int]:
+    """One turn in a session of its own, which keeps the dialogue's context out of the clip."""
     from clients import connect, decode_turn
 
-    rows = range(min(limit or len(texts), len(texts)))
-    with tqdm(total=len(voices) * len(rows), unit="turn", mininterval=2.0) as progress:
-        for voice in voices:
-            (folder / voice).mkdir(parents=True, exist_ok=True)
-            for row in rows:
-                path = folder / voice / f"{row:04d}.wav"
-                if not path.exists():
-                    # A session of its own keeps the dialogue's context out of the clip.
-                    async with connect(url, voice=voice) as session:
-                        speech = session.say(texts[row].written)
-                        packets = [packet async for packet in speech]
-                        metrics = speech.turn.metrics
-                        samples, rate_hz = decode_turn(
-                            packets, session.format, metrics.num_samples if metrics else None
-                        )
-                    _write_at_24_khz(path, samples, rate_hz)
-                progress.update(1)
+    async with connect(url, voice=voice) as session:
+        speech = session.say(text)
+        packets = [packet async for packet in speech]
+        metrics = speech.turn.metrics
+        return decode_turn(packets, session.format, metrics.num_samples if metrics else None)
 
 
 def _write_at_24_khz(path: Path, samples: Samples, rate_hz: int) -> None:
