@@ -30,6 +30,7 @@ agents get it. A closed loop waits for a slow server and so hides queueing; an o
 No text is ever said twice. Read no latency without the continuity (C50, C100) below it. What each
 figure means is in the JSON file, under "definitions".
 """
+_OPEN_LOOP_SLOTS = 16
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,7 +122,7 @@ def _serve_options(args: argparse.Namespace) -> list[str]:
     """As many slots as the largest level needs, unless the caller says how many."""
     if "--max-slots" in args.serve:
         return list(args.serve)
-    num_slots = max([4, *_concurrencies(args)])
+    num_slots = max([4, *_concurrencies(args), *(_OPEN_LOOP_SLOTS for _ in args.rate)])
     return ["--max-slots", str(num_slots), *args.serve]
 
 
