@@ -21,7 +21,6 @@ from realtime.errors import PlosiveError
 ENV_PREFIX = "PLOSIVE_"
 OTHER_ENV: dict[str, str] = {
     "PLOSIVE_URL": "clients: the server that `plosive say` and `plosive voices` talk to",
-    "PLOSIVE_CACHE_DIR": "ops: where compiled kernels are kept",
 }
 
 

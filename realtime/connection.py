@@ -95,7 +95,6 @@ class Connection:
         self.apply(self._session.shut_down(reason, time.perf_counter_ns()))
 
     def fail(self, error: PlosiveError) -> None:
-        error.fatal = True
         self.apply(self._session.fail(error, time.perf_counter_ns()))
 
     # ------------------------------------------------------------------ the session's actions

@@ -59,7 +59,8 @@ class Hub:
             max_lead_ms=config.max_lead_cap_ms,
             drain_deadline_ms=round(config.drain_s * 1000),
         )
-        self.egress = Egress(engine.info.sample_rate, engine.slots, self._deliver, metrics)
+        info = engine.info
+        self.egress = Egress(info.sample_rate, info.num_slots, engine.slots, self._deliver, metrics)
         self._tenants: dict[int, Connection] = {}  # by slot.idx, until SlotClosed
         self._running: set[Connection] = set()
         self.slot_released = asyncio.Event()  # set and cleared at once: wakes who waits for a slot

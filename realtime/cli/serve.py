@@ -14,7 +14,7 @@ from types import FrameType
 
 import uvicorn
 
-import model
+from model.embedded import embedded_path
 from realtime import config as options
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 def load_engine(config: ServerConfig) -> Engine:
     """The ping-pong engine on the configured model; the only function here that needs torch."""
     is_embedded = config.model == "embedded"
-    path = Path(model.__file__).parent / "embedded" if is_embedded else Path(config.model)
+    path = embedded_path() if is_embedded else Path(config.model)
     if not path.is_dir():
         raise PlosiveError("model_unusable", f"there is no checkpoint directory {path}")
 
@@ -107,13 +107,23 @@ class DrainingServer(uvicorn.Server):
         self._hub = hub
         self._drain_s = drain_s
         self._drain: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._exit = asyncio.Event()
+
+    def stop(self) -> None:
+        """Drain and end. Callable from any thread and from a signal handler."""
+        self.should_exit = True
+        self._loop.call_soon_threadsafe(self._exit.set)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
             if self._drain is not None:
-                self._drain.get_loop().call_soon_threadsafe(self._drain.cancel)
-        self.should_exit = True
+                self._loop.call_soon_threadsafe(self._drain.cancel)
+        self.stop()
+
+    async def main_loop(self) -> None:
+        await self._exit.wait()  # uvicorn's own polls ten times a second
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._drain = asyncio.ensure_future(self._hub.drain(self._drain_s))
@@ -122,7 +132,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def make_server(engine: Engine, config: ServerConfig) -> tuple[DrainingServer, Hub]:
-    """The whole server, not yet running, and the hub that knows when it is ready."""
+    """The whole server, not yet running, and the hub that knows when it is ready.
+
+    Call it on the event loop that will run the server.
+    """
     info = engine.info
     voices = VoiceStore(
         info.builtin_voices_path,
@@ -143,6 +156,8 @@ def make_server(engine: Engine, config: ServerConfig) -> tuple[DrainingServer, H
         log_level=config.log_level,
         access_log=False,
         server_header=False,
+        date_header=False,
+        lifespan="on",  # a start that fails must not be taken for an app without one
         timeout_graceful_shutdown=2,
     )
     return DrainingServer(uvicorn_config, hub, config.drain_s), hub
@@ -183,7 +198,7 @@ async def _announce(
 
 def _stop_if_failed(server: DrainingServer, task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        server.should_exit = True
+        server.stop()
 
 
 def _url(host: str, sock: socket.socket) -> str:

@@ -45,7 +45,7 @@ class Served:
         return ws_connect(self.ws_url, **kwargs)
 
     async def stop(self) -> None:
-        self.server.should_exit = True
+        self.server.stop()
         await self.running
 
     async def until_free(self) -> None:

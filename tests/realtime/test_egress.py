@@ -34,7 +34,7 @@ class Rig:
         self.events: list[LoopEvent] = []
         self.num_wakes = 0
         self._changed = asyncio.Event()
-        self.egress = Egress(24_000, self.slots, self._deliver, self.metrics)
+        self.egress = Egress(24_000, num_slots, self.slots, self._deliver, self.metrics)
 
     def _deliver(self, event: LoopEvent) -> None:
         self.events.append(event)
@@ -160,7 +160,7 @@ async def test_a_busy_loop_makes_the_engine_wait_and_loses_nothing(
 ) -> None:
     monkeypatch.setattr(egress_module, "_MAX_OUTBOX", 16)
     async with Rig() as rig:
-        rig.egress._inbox.maxsize = 8
+        rig.egress._inboxes[0].maxsize = 8
         slot = rig.open()
         num_frames, num_put = 200, 0
 
@@ -183,9 +183,23 @@ async def test_a_busy_loop_makes_the_engine_wait_and_loses_nothing(
         feeder.join()
 
 
+async def test_many_slots_are_spread_over_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(egress_module, "_SLOTS_PER_THREAD", 2)
+    async with Rig(num_slots=5) as rig:
+        slots = [rig.open() for _ in range(5)]
+        for index in range(20):
+            for slot in slots:
+                rig.egress.put(frame(slot, 1, index))
+        events = await rig.until(100)
+        assert len(rig.egress._threads) == 3
+        for slot in slots:
+            mine = [e for e in events if isinstance(e, EncodedAudio) and e.slot == slot]
+            assert [audio.first_frame for audio in mine] == list(range(20))
+
+
 async def test_stop_releases_a_waiting_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()  # never started: its queue stays full
-    rig.egress._inbox.maxsize = 1
+    rig.egress._inboxes[0].maxsize = 1
     slot = rig.open()
     feeder = threading.Thread(
         target=lambda: [rig.egress.put(frame(slot, 1, index)) for index in range(3)]

@@ -47,6 +47,23 @@ async def test_slow_reader_is_paused_then_closed(tmp_path: Path) -> None:
         await served.until_free()
 
 
+async def test_a_flood_of_messages_is_held_back(tmp_path: Path) -> None:
+    num_messages = 5_000
+    async with serving(tmp_path) as served, session(served) as flooder, session(served) as other:
+
+        async def flood() -> None:
+            for _ in range(num_messages):
+                await flooder.socket.send("{" + "x" * 200)
+
+        flooding = asyncio.create_task(flood())  # its errors are not read yet
+        await other.say(TEXT)
+        async with asyncio.timeout(TIMEOUT_S):
+            while len(flooder.heard.of(wire.Error)) < num_messages:
+                await flooder.next()
+        await flooding
+        await flooder.say(TEXT)
+
+
 async def test_a_paused_stream_resumes(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     async with serving(tmp_path, engine) as served, served.connect(max_queue=1) as socket:
