@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
             check_suffix(args.out)
         except ValueError as error:
             args.usage_error(str(error))
+        if not args.out.parent.is_dir():
+            args.usage_error(f"there is no directory {args.out.parent}")
     try:
         with _terminated_like_interrupted():
             _run(args, text)
