@@ -14,11 +14,12 @@ from realtime.session.script import CJK, clean, is_speakable
 
 _WORD_BORDER = re.compile(rf"\s+|(?<=[{CJK}])")
 _JOINERS = "\u200d\ufe0e\ufe0f"
+_NUM_DIGIT_LETTERS = 6  # "1,234" is read as 36 letters, "555" as 14
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPolicy:
-    max_chars: int
+    max_chars: int  # letters; a digit counts as several, since it is read as a word
     min_chars: int = 16  # a shorter sentence is joined with the next, unless it is the first
     first_clause_chars: int = 40  # the first segment may end with a clause of this length
 
@@ -55,7 +56,7 @@ class Segmenter:
     @property
     def open_text(self) -> str:
         """What has arrived of the next segment, up to a word border; it may close shorter."""
-        text = self._rest[: self._policy.max_chars]
+        text = self._rest[: _num_fitting(self._rest, self._policy.max_chars)]
         return clean(text[: _stable_end(text)])
 
     def _close(self, is_final: bool) -> list[Segment]:
@@ -83,7 +84,7 @@ class Segmenter:
 
     def _find_end(self, is_final: bool) -> int | None:
         """Where the first segment of `_rest` ends; None while that is open."""
-        max_chars = self._policy.max_chars
+        max_chars = _num_fitting(self._rest, self._policy.max_chars)
         last_clause: Mark | None = None
         tags: list[Mark] = []
         for mark in marks(self._rest, is_final, max_chars):
@@ -107,6 +108,16 @@ class Segmenter:
         else:
             is_long_enough = mark.end >= policy.first_clause_chars and not self._has_closed
         return is_long_enough and is_speakable(self._rest[: mark.end])
+
+
+def _num_fitting(text: str, max_letters: int) -> int:
+    """How many characters of `text` take no longer to say than `max_letters` letters."""
+    num_letters = 0
+    for i, char in enumerate(text[:max_letters]):
+        num_letters += _NUM_DIGIT_LETTERS if char.isdigit() else 1
+        if num_letters > max_letters:
+            return max(1, i)
+    return max_letters
 
 
 def _last_word_end(text: str, max_chars: int, tags: list[Mark]) -> int:

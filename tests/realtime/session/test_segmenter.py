@@ -252,3 +252,12 @@ def test_a_turn_of_the_longest_kind_is_cut_in_linear_time():
         segments_of([bad], SegmentPolicy(200))
     assert num_segments >= 1_000
     assert time.perf_counter() - started_s < 3.0
+
+
+def test_digits_count_as_the_words_they_are_read_as() -> None:
+    policy = SegmentPolicy(max_chars=60)
+    text = " ".join("12345" for _ in range(12))
+    segmenter = Segmenter(policy)
+    segments = segmenter.append(text) + segmenter.flush()
+    assert "".join(segment.text for segment in segments).replace(" ", "") == text.replace(" ", "")
+    assert all(len(segment.text.replace(" ", "")) <= 10 for segment in segments)
