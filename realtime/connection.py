@@ -31,6 +31,7 @@ from realtime.session.actions import (
 )
 from realtime.session.core import Session
 
+INTERNAL_ERROR = "the server failed; its log says why"
 ABORT_EXTENSION = "plosive.close_now"  # ASGI scope extension of `realtime.websocket`
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ class Connection:
             pass
         except Exception:  # the client is told, the other clients go on
             logger.exception("session %s failed", self._session.session_id)
-            self.fail(PlosiveError("internal_error", "the server failed; its log says why"))
+            self.fail(PlosiveError("internal_error", INTERNAL_ERROR))
             if part != self._write:
                 return  # the writer says so and ends
         self._ended.set()

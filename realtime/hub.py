@@ -13,12 +13,12 @@ from fastapi import WebSocket
 
 from realtime.audio_encoder import pre_skip_samples
 from realtime.config import ServerConfig
-from realtime.connection import Connection
+from realtime.connection import INTERNAL_ERROR, Connection
 from realtime.egress import Egress, LoopEvent
-from realtime.errors import CapacityError, EngineError, PlosiveError
+from realtime.errors import CapacityError, EngineError, PlosiveError, VoiceError
 from realtime.metrics import Metrics
 from realtime.pingpong.api import Engine
-from realtime.pingpong.messages import CloseSlot, Command, SlotClosed, SlotFailed, SlotRef
+from realtime.pingpong.messages import CloseSlot, Command, SlotClosed, SlotRef, VoicePrompt
 from realtime.session.core import Session
 from realtime.session.limits import SessionLimits
 from realtime.voices import VoiceStore
@@ -92,8 +92,7 @@ class Hub:
 
     async def _warm(self) -> None:
         try:
-            voice = self._voices.get(self._engine.info.default_voice)
-            await asyncio.to_thread(self._engine.warm_up, (voice,))
+            await asyncio.to_thread(self._engine.warm_up, self._default_voices())
         except Exception as error:  # told by `wait_until_ready` and `/ready`
             logger.exception("the warm-up failed")
             self.state = State.FAILED
@@ -101,6 +100,13 @@ class Hub:
         if self.state is State.STARTING:
             self.state = State.READY
         self._is_warm.set()
+
+    def _default_voices(self) -> tuple[VoicePrompt, ...]:
+        try:
+            return (self._voices.get(self._engine.info.default_voice),)
+        except VoiceError as error:  # sessions must name a voice, once one has been added
+            logger.warning("the model's default voice is missing: %s", error.message)
+            return ()
 
     async def drain(self, deadline_s: float) -> None:
         """No new sessions; let current turns end, until the deadline; then close what is left."""
@@ -202,17 +208,22 @@ class Hub:
     # ------------------------------------------------------------------ from the engine
 
     def _deliver(self, event: LoopEvent) -> None:
-        if isinstance(event, SlotClosed):
-            self._tenants.pop(event.slot.idx, None)
-            self._engine.slots.release(event.slot)
-            self.slot_released.set()
-            self.slot_released.clear()
-            return
         connection = self._tenants.get(event.slot.idx)
-        if connection is not None:
-            connection.engine_event(event)
-        if isinstance(event, SlotFailed):
-            self._metrics.errors.labels("slot_failed").inc()
+        try:
+            if isinstance(event, SlotClosed):
+                self._release(event)
+            elif connection is not None:
+                connection.engine_event(event)
+        except Exception:  # the events behind this one are other sessions'
+            logger.exception("%s of slot %s", type(event).__name__, event.slot)
+            if connection is not None:
+                connection.fail(PlosiveError("internal_error", INTERNAL_ERROR))
+
+    def _release(self, event: SlotClosed) -> None:
+        self._tenants.pop(event.slot.idx, None)
+        self._engine.slots.release(event.slot)
+        self.slot_released.set()
+        self.slot_released.clear()
 
     def _fail(self, error: EngineError) -> None:
         """The engine is gone, and with it every slot; a supervisor sees it at `/health`."""

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from realtime.config import ServerConfig
+from realtime.connection import INTERNAL_ERROR
 from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError
 from realtime.hub import Hub, State
 from realtime.metrics import CONTENT_TYPE, Metrics
@@ -103,7 +104,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> JSONResponse:
-        content = _error_content("internal_error", "the server failed; its log says why")
+        content = _error_content("internal_error", INTERNAL_ERROR)
         return JSONResponse(content, status_code=500)
 
 

@@ -19,6 +19,7 @@ from realtime import config as options
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
 from realtime.hub import Hub
+from realtime.opus import load_opuslib
 from realtime.pingpong.api import Engine
 from realtime.server import create_app
 from realtime.voices import VoiceStore
@@ -75,6 +76,7 @@ def serve(config: ServerConfig, engine_factory: EngineFactory) -> int:
     """
     started_s = time.monotonic()
     try:
+        load_opuslib()
         sock = bind(config.host, config.port)
         engine = engine_factory(config)
         return asyncio.run(_serve(config, engine, sock, started_s))

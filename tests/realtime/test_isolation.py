@@ -8,7 +8,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from realtime import wire
+from realtime.egress import LoopEvent
 from realtime.pingpong.messages import CloseSlot, EndTurn, OpenSlot, SetText, SlotFailed
+from realtime.session.actions import Action, EncodedAudio
+from realtime.session.core import Session
 from tests.fakes import CHARS_PER_FRAME
 from tests.realtime.support import TIMEOUT_S, Client, make_engine, serving, session
 
@@ -149,6 +152,33 @@ async def test_a_failed_slot_ends_its_session_only(tmp_path: Path) -> None:
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
             engine.let_all()
             await other.say(TEXT)
+        await served.until_free()
+
+
+async def test_a_session_that_raises_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Session.engine_event
+
+    def engine_event(self: Session, event: LoopEvent, now_ns: int) -> list[Action]:
+        if event.slot.idx == 0 and isinstance(event, EncodedAudio):
+            raise ZeroDivisionError
+        return original(self, event, now_ns)
+
+    monkeypatch.setattr(Session, "engine_event", engine_event)
+    engine = make_engine(tmp_path)
+    engine.hold()
+    async with serving(tmp_path, engine) as served:
+        async with session(served) as failing, session(served) as other:
+            await failing.begin(TEXT)
+            await other.begin(TEXT)
+            engine.let_all()
+            await other.until(wire.TurnDone)
+            with pytest.raises(ConnectionClosed) as closed:
+                while True:
+                    await failing.next()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+            assert failing.heard.of(wire.Error)[-1].code == "internal_error"
         await served.until_free()
 
 

@@ -10,6 +10,7 @@ import soxr
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from realtime import wire
+from tests.fakes import FakeEngine
 from tests.realtime.support import Client, decode, make_engine, serving, session
 
 TEXT = "The quick brown fox jumps over the lazy dog. Then it sleeps until noon."
@@ -182,6 +183,15 @@ async def test_failed_warm_up(tmp_path: Path) -> None:
             await served.hub.wait_until_ready()
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/health")).status_code == 503
+
+
+async def test_a_model_without_its_default_voice_is_served(tmp_path: Path) -> None:
+    engine = FakeEngine()
+    async with serving(tmp_path, engine) as served, served.connect() as socket:
+        client = Client(socket)
+        await client.send(wire.SessionStart())
+        assert (await client.until(wire.Error)).code == "voice_not_found"
+        assert engine.warmed == ()
 
 
 async def test_http_errors_are_json(tmp_path: Path) -> None:
