@@ -105,8 +105,14 @@ def add_arguments(parser: argparse.ArgumentParser, config_type: type[ServerConfi
             default=argparse.SUPPRESS,  # so that the environment is asked before the default
             metavar=_parser_of(config_type, option.name).__name__.upper(),
             type=_parser_of(config_type, option.name),
-            help=f"{option.metadata['help']} (default: {option.default})".replace("%", "%%"),
+            help=_help(option),
         )
+
+
+def _help(option: "dataclasses.Field[Any]") -> str:
+    text: str = option.metadata["help"]
+    default = "" if option.default is None else f" (default: {option.default})"
+    return (text + default).replace("%", "%%")
 
 
 def from_args(

@@ -9,6 +9,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.http11 import Request
 
 from realtime.connection import ABORT_EXTENSION
+from realtime.errors import CLOSE_CODE
 
 # What the kernel and the transport hold is audio that a barge-in cannot take back and that the
 # high-water mark cannot see. 64 KiB is 0.7 s of 48 kHz PCM and more than enough for Opus.
@@ -30,6 +31,17 @@ class PlosiveWebSocket(WebSocketsSansIOProtocol):
         if self.response.status_code == 101:  # the app's task is created but has not run yet
             extensions: dict[Any, Any] = self.scope["extensions"]
             extensions[ABORT_EXTENSION] = self._close_now
+
+    def keepalive_timeout(self) -> None:
+        """No pong in time. uvicorn's own close would wait for the transport's buffer to drain, and
+        the slot with it: a client that has stopped reading is told why, a silent one is cut off."""
+        if self.transport.get_write_buffer_size():
+            code = CLOSE_CODE["client_too_slow"]
+            self._close_now(code, f"no ping was answered for {self.ping_timeout:g} s")
+            self.queue.put_nowait({"type": "websocket.disconnect", "code": code})
+        else:
+            super().keepalive_timeout()
+            self.transport.abort()
 
     def _close_now(self, code: int, reason: str) -> None:
         """Queue the close frame behind what the client has not read, and stop waiting for it."""

@@ -247,6 +247,21 @@ async def test_a_client_that_answers_no_ping_is_dropped(tmp_path: Path) -> None:
         await served.until_free()
 
 
+async def test_a_client_that_neither_reads_nor_answers_pings(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path, ping_interval_s=0.05, ping_timeout_s=0.2) as served,
+        served.connect(max_queue=1, ping_interval=None) as socket,
+    ):
+        client = Client(socket)
+        await client.start(format=PCM_48K)
+        await client.begin(LONG_TEXT)
+        await served.until_free()
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                await client.next()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 4001
+
+
 async def test_shutdown_finishes_current_turns(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.hold()
