@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import av
 import av.error
@@ -34,6 +33,15 @@ TRIM_MARGIN_SECONDS = 0.05
 MAX_PEAK = 8.0  # a float clip above full scale is scaled down; far above, it is in other units
 
 _WINDOW_SECONDS = 0.02
+_DTYPES: dict[str, tuple[type[np.generic], float]] = {  # sample format -> dtype, full scale
+    "u8": (np.uint8, 2.0**7),
+    "s16": (np.int16, 2.0**15),
+    "s32": (np.int32, 2.0**31),
+    "s64": (np.int64, 2.0**63),
+    "flt": (np.float32, 1.0),
+    "dbl": (np.float64, 1.0),
+}
+_MAX_PLANES = 8
 _MAX_PACKETS = 200_000  # 60 s in 2.5 ms packets is 24,000
 _FORMATS = (
     "aac,aiff,amr,asf,au,avi,caf,flac,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpegts,ogg,rf64,"
@@ -135,6 +143,11 @@ def _decode(content: bytes, max_seconds: float) -> tuple[Samples, int]:
 def _frames(container: av.container.InputContainer) -> Iterator[av.AudioFrame]:
     """The frames of the first audio stream; packets that cannot be decoded are passed over."""
     stream = container.streams.audio[0]
+    num_channels = stream.codec_context.channels
+    if num_channels > 2:
+        # NOTE: PyAV frees a layout of unusual channel order, which CAF and MOV can name, once per
+        # frame, and the process dies. The order does not matter to a mean: leave it unspecified.
+        stream.codec_context.layout = f"{num_channels} channels"
     num_good = num_bad = 0
     for packet in container.demux(stream):
         try:
@@ -183,20 +196,32 @@ def _collect(frames: Iterator[av.AudioFrame], max_seconds: float) -> tuple[Sampl
 
 
 def _to_mono(frame: av.AudioFrame) -> Samples:
-    """One frame's channels in their mean, full scale = 1."""
-    array: NDArray[Any] = frame.to_ndarray()
-    num_channels = len(frame.layout.channels)
-    channels = array if frame.format.is_planar else array.reshape(-1, num_channels).T
+    """One frame -> mean of its channels, full scale = 1."""
+    # NOTE: `to_ndarray` reads beyond the planes of planar frames with 8 channels: PyAV counts them
+    # up to a null pointer, and only fewer than 8 have one.
+    num_channels, kind = frame.layout.nb_channels, frame.format.name.removesuffix("p")
+    if kind not in _DTYPES:
+        raise ClipError(f"the clip has samples of kind {kind}; expected 8 to 64-bit PCM")
+    dtype, full_scale = _DTYPES[kind]
+    if frame.format.is_planar:
+        if num_channels > _MAX_PLANES:
+            raise ClipError(
+                f"the clip has {num_channels} channels; expected at most {_MAX_PLANES}: mix it down"
+            )
+        planes = frame.planes[:num_channels]
+        channels = np.stack(
+            [np.frombuffer(memoryview(plane), dtype, frame.samples) for plane in planes]
+        )
+    else:
+        samples = np.frombuffer(memoryview(frame.planes[0]), dtype, frame.samples * num_channels)
+        channels = samples.reshape(frame.samples, num_channels).T
     # Samples that are not finite are counted later, over the whole clip.
     with np.errstate(all="ignore"):
-        # f64: the sum of 32-bit samples has more digits than f32 holds.
         mono = channels.mean(0, dtype=np.float64)
-        if channels.dtype == np.uint8:
-            mono = mono / 128 - 1
-        elif channels.dtype.kind == "i":
-            mono = mono / 2.0 ** (8 * channels.itemsize - 1)
-        samples: Samples = mono.astype(np.float32)
-        return samples
+        if kind == "u8":
+            mono = mono - 128
+        scaled: Samples = (mono / full_scale).astype(np.float32)
+    return scaled
 
 
 def _check_samples(samples: Samples, rate_hz: int) -> Samples:
