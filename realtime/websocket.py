@@ -23,6 +23,9 @@ class PlosiveWebSocket(WebSocketsSansIOProtocol):
         super().connection_made(transport)
         sock: socket.socket | None = transport.get_extra_info("socket")
         if sock is not None:
+            # asyncio sets this only on sockets that were made with an explicit protocol number.
+            # Without it a second small write waits 40 ms for the client's delayed acknowledgement.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         cast(asyncio.Transport, transport).set_write_buffer_limits(high=_TRANSPORT_BUFFER_BYTES)
 
