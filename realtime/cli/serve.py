@@ -28,6 +28,10 @@ from realtime.wire import MAX_MESSAGE_BYTES
 
 EngineFactory = Callable[[ServerConfig], Engine]
 
+# The engine's threads take and give the GIL thousands of times a second, around short operations.
+# Python's 5 ms of patience costs them 10 to 15 % of the frames/s (embedded model, 2 cores).
+_GIL_SWITCH_S = 0.000_5
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_arguments(parser, ServerConfig)
