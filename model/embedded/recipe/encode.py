@@ -19,6 +19,7 @@ from torch import Tensor
 
 from model.codec.spectral import SpectralCodec, SpectralConfig
 from model.embedded.recipe.shards import BLOCK_SAMPLES, shard_keys
+from model.embedded.recipe.stepping import save_atomically
 
 MAX_BATCH_FRAMES = 20_000
 
@@ -55,25 +56,42 @@ def encode_clips(codec: SpectralCodec, audio: Tensor, lengths: list[int]) -> lis
 
 
 def encode_shards(
-    codec: SpectralCodec, folder: Path, device: torch.device
+    codec: SpectralCodec, folder: Path, cache: Path, device: torch.device
 ) -> dict[str, npt.NDArray]:
-    codes: list[npt.NDArray] = []
-    rows = []
+    """The codes of each shard are kept in `cache`, so a run costs only what is new."""
+    cache.mkdir(parents=True, exist_ok=True)
+    parts = []
     for key in shard_keys(folder):
-        clips = np.load(folder / f"m{key}.npy")
-        audio = torch.from_numpy(np.load(folder / f"a{key}.npy")).to(device)
-        codes += encode_clips(codec, audio, (clips[:, 3] * BLOCK_SAMPLES).tolist())
-        rows.append(clips)
-        print(f"shard {key}: {len(codes)} clips so far", flush=True)
-    table = np.concatenate(rows)
-    lengths = np.array([len(c) for c in codes])
+        file = cache / f"{key}.npz"
+        if not file.exists():
+            save_atomically(
+                lambda path, key=key: write_npz(path, encode_shard(codec, folder, key, device)),
+                file,
+            )
+            print(f"shard {key} encoded", flush=True)
+        with np.load(file) as part:
+            parts.append(dict(part))
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return {**joined, "offset": np.cumsum(joined["length"]) - joined["length"]}
+
+
+def encode_shard(
+    codec: SpectralCodec, folder: Path, key: str, device: torch.device
+) -> dict[str, npt.NDArray]:
+    rows = np.load(folder / f"m{key}.npy")
+    audio = torch.from_numpy(np.load(folder / f"a{key}.npy")).to(device)
+    codes = encode_clips(codec, audio, (rows[:, 3] * BLOCK_SAMPLES).tolist())
     return {
         "codes": np.concatenate(codes),
-        "offset": np.cumsum(lengths) - lengths,
-        "length": lengths,
-        "text": table[:, 0],
-        "voice": table[:, 1],
+        "length": np.array([len(c) for c in codes]),
+        "text": rows[:, 0],
+        "voice": rows[:, 1],
     }
+
+
+def write_npz(path: Path, arrays: dict[str, npt.NDArray]) -> None:
+    with path.open("wb") as file:  # given a name, numpy would add a suffix
+        np.savez(file, **arrays)
 
 
 def entropy_bits(codes: npt.NDArray, codebook_size: int) -> list[float]:
@@ -91,13 +109,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shards", type=Path, required=True)
     parser.add_argument("--codec", type=Path, required=True, help="codec.safetensors")
     parser.add_argument("--out", type=Path, required=True, help="codes.npz")
+    parser.add_argument(
+        "--cache", type=Path, help="codes by shard; `codes` beside --out by default"
+    )
+    parser.add_argument("--cache-only", action="store_true", help="do not write --out yet")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     codec, start_s = load_codec(args.codec, device), time.monotonic()
-    result = encode_shards(codec, args.shards, device)
-    part = args.out.with_name("part-" + args.out.name)
-    np.savez(part, **result)
-    part.rename(args.out)
+    result = encode_shards(codec, args.shards, args.cache or args.out.parent / "codes", device)
+    if not args.cache_only:
+        save_atomically(lambda path: write_npz(path, result), args.out)
     hours = len(result["codes"]) * codec.frame_samples / codec.sample_rate / 3600
     bits = entropy_bits(result["codes"], codec.codebook_sizes[0])
     seconds = time.monotonic() - start_s

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from model.codec.spectral import SpectralCodec, SpectralConfig
+from model.embedded.recipe.encode import load_codec
 from model.embedded.recipe.losses import (
     Discriminators,
     SpectralLoss,
@@ -119,6 +120,11 @@ class Trainer:
         self.config = TOY if args.toy else SpectralConfig()
         torch.manual_seed(args.seed)
         self.codec = SpectralCodec(self.config).to(device)
+        if args.decoder_of:
+            self.codec = load_codec(args.decoder_of, device).train()
+            self.config = self.codec.config
+            self.codec.encoder.requires_grad_(False)
+            self.codec.quantizer.requires_grad_(False)
         self.quantize = TrainableQuantizer(self.codec, args.batch * args.frames)
         self.phonemes = nn.Sequential(
             nn.Linear(self.config.dim, 256), nn.GELU(), nn.Linear(256, NUM_PHONEMES)
@@ -140,7 +146,7 @@ class Trainer:
                 module.compile(dynamic=False)
 
     def _make_optimizers(self) -> None:
-        named = list(self.codec.named_parameters())
+        named = [(name, p) for name, p in self.codec.named_parameters() if p.requires_grad]
         books = [p for name, p in named if "codebook" in name]
         others = [p for name, p in named if "codebook" not in name]
         groups = [
@@ -163,6 +169,8 @@ class Trainer:
         self.labels.copy_(batch.phonemes)
 
     def reconstruct(self) -> tuple[Tensor, Quantized]:
+        if self.args.decoder_of:
+            return self.decode_own_codes()
         rows, stages = len(self.wav), self.config.num_codebooks
         features = self.codec.encoder.features(self.wav)
         with self.autocast():
@@ -175,6 +183,16 @@ class Trainer:
         with self.autocast():
             hidden = self.codec.decoder.hidden(quantized.latent)
         return self.codec.decoder.synthesize(hidden.float()), quantized
+
+    def decode_own_codes(self) -> tuple[Tensor, Quantized]:
+        """The decoder alone learns, from the codes that the finished encoder gives."""
+        with torch.no_grad():
+            latent = self.codec.encoder.latent(self.codec.encoder.features(self.wav))
+            latent = self.codec.quantizer.decode(self.codec.quantizer.encode(latent))
+        with self.autocast():
+            hidden = self.codec.decoder.hidden(latent)
+        none = latent.new_zeros(())
+        return self.codec.decoder.synthesize(hidden.float()), Quantized(latent, latent, none, none)
 
     def crops(self, made: Tensor) -> tuple[Tensor, Tensor]:
         """Some rows, a random stretch of each, brought to one level: real, made: f32 [R, crop]"""
@@ -221,7 +239,7 @@ class Trainer:
             loss = loss + self.adv_weight * (args.adv_share * adv + args.match_share * match)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        parameters = [*self.codec.parameters(), *self.phonemes.parameters()]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         grad = nn.utils.clip_grad_norm_(parameters, args.clip)
         self.optimizer.step()
         values = (mel, stft, quantized.commit, phoneme, grad, d_spectrum, d_period, adv, match)
@@ -333,7 +351,7 @@ def train(trainer: Trainer, bank: AudioBank, progress: Progress, out: Path) -> P
         step = progress.step
         if step % args.average_every == 0:
             trainer.update_average(step, args.average_every)
-        if step % args.revive_every == 0 and done < 0.6:
+        if step % args.revive_every == 0 and done < 0.6 and not args.decoder_of:
             trainer.quantize.revive()
         if step % args.log_every == 0:
             steps = step - last_step
@@ -386,6 +404,7 @@ def parser() -> argparse.ArgumentParser:
     add("--revive-every", type=int, default=50)
     add("--ema", type=float, default=0.999)
     add("--average-every", type=int, default=5)
+    add("--decoder-of", type=Path, help="go on with the decoder of this codec; codes stay valid")
     add("--no-adversary", action="store_true")
     add("--restart-adversary", action="store_true", help="on resume, new discriminators")
     add("--adv-from", type=float, default=0.25, help="share of the run before discriminators")
