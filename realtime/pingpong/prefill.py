@@ -39,7 +39,7 @@ from realtime.pingpong.messages import Event as EngineEvent
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Join, Returned
-from realtime.pingpong.tenants import NOTHING_TO_DO, Segment, Tenant, Turn
+from realtime.pingpong.tenants import NOTHING_TO_DO, Segment, Span, Tenant, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ class PrefillLoop:
     def _receive_text(self, tenant: Tenant, message: SetText | EndTurn) -> None:
         if tenant.turn is None:
             tenant.turn = Turn(message.turn_id, start_length=tenant.context_length)
+            tenant.last_turn = None
         turn = tenant.turn
         assert turn.turn_id == message.turn_id, (turn.turn_id, message)
         if isinstance(message, EndTurn):
@@ -141,9 +142,10 @@ class PrefillLoop:
 
     def _cancel(self, tenant: Tenant, command: CancelTurn) -> None:
         tenant.slot = command.slot
-        if tenant.turn is None or tenant.turn.turn_id != command.turn_id:
+        turn = tenant.turn or tenant.last_turn
+        if turn is None or turn.turn_id != command.turn_id:
             return
-        turn, tenant.turn = tenant.turn, None
+        tenant.turn = tenant.last_turn = None
         if tenant.is_decoding:
             tenant.cancelled = (turn, command.heard_frames)
         else:
@@ -162,7 +164,7 @@ class PrefillLoop:
         if tenant.is_closing:
             self._drop(tenant)
             return
-        span = (returned.first_kv, returned.num_frames)
+        span = Span(returned.first_kv, returned.kv_length, returned.num_frames)
         if tenant.cancelled is not None:
             (turn, heard_frames), tenant.cancelled = tenant.cancelled, None
             turn.spans.append(span)
@@ -182,7 +184,7 @@ class PrefillLoop:
         turn = tenant.turn
         if turn is None or not turn.is_over:
             return
-        tenant.turn = None
+        tenant.turn, tenant.last_turn = None, turn
         self._emit(TurnEnd(tenant.slot, turn.turn_id, turn.num_frames, turn.stamps_ns, 0, 0.0))
 
     def _forget(self, tenant: Tenant, turn: Turn, heard_frames: int) -> None:
@@ -251,6 +253,7 @@ class PrefillLoop:
         tenant.sampling, tenant.max_lead_ns = opening.sampling, opening.max_lead_ms * 1_000_000
         tenant.prefix_length = rows.shape[1]
         tenant.start_context(tenant.prefix_length)
+        tenant.last_turn = None
         if tenant.turn is not None:
             tenant.turn.start_length = tenant.context_length
         prefill_ms = (time.perf_counter_ns() - tenant.opened_at_ns) / 1e6
@@ -289,8 +292,8 @@ class PrefillLoop:
         room = self._cache.max_len - tenant.context_length - self._model.serving.max_frames
         num_needed = sum(part.shape[1] for part in [*lead, text, prompt.assistant_header()])
         if num_needed > room and lead:  # the context is full: the dialogue starts afresh
-            tenant.context_length = turn.start_length = tenant.prefix_length
-            tenant.num_done, turn.spans = 0, []
+            turn.forget(tenant.prefix_length)
+            tenant.context_length, tenant.num_done = tenant.prefix_length, 0
             return self._segment_rows(tenant, turn, phonemes, is_closed)
         if num_needed > room:
             text = text[:, : max(1, text.shape[1] - (num_needed - room))]

@@ -37,6 +37,8 @@ class PrefixCache:
 
     def add(self, key: bytes, prefix: Prefix) -> None:
         """Keep the prefix; drops the least recently used while over the limit (never the new)."""
+        if key in self._prefixes:  # two sessions prefilled it at the same time
+            return
         self._prefixes[key] = prefix
         self._num_positions += prefix.length
         while self._num_positions > self._max_positions and len(self._prefixes) > 1:

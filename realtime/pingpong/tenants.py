@@ -1,6 +1,7 @@
 """A slot as the prefill thread knows it: its prefix, its turn, and what is in its KV."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,6 +17,14 @@ class Segment:
     is_closed: bool = False
 
 
+class Span(NamedTuple):
+    """A segment's frames in the KV. The last frame is not in it unless the model read it again."""
+
+    first_kv: int
+    end_kv: int
+    num_frames: int
+
+
 @dataclass(slots=True)
 class Turn:
     """The turn that the session has given to the engine; there is one at a time."""
@@ -26,7 +35,8 @@ class Turn:
     num_segments: int | None = None  # known once the turn has ended on the wire
     next_segment: int = 0
     num_frames: int = 0
-    spans: list[tuple[int, int]] = field(default_factory=list)  # (KV of first frame, num_frames)
+    spans: list[Span] = field(default_factory=list)
+    num_forgotten_frames: int = 0  # the first ones, dropped when the context was full
     stamps_ns: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -39,13 +49,17 @@ class Turn:
 
     def kv_length_heard(self, heard_frames: int) -> int:
         """Length of the KV that ends with the last frame that was heard."""
-        length = self.start_length
-        for first_kv, num_frames in self.spans:
-            if heard_frames <= 0:
+        length, num_left = self.start_length, heard_frames - self.num_forgotten_frames
+        for span in self.spans:
+            if num_left <= 0:
                 break
-            length = first_kv + min(heard_frames, num_frames)
-            heard_frames -= num_frames
+            length = min(span.first_kv + num_left, span.end_kv)
+            num_left -= span.num_frames
         return length
+
+    def forget(self, length: int) -> None:
+        """The KV starts afresh after the context's first `length` positions."""
+        self.start_length, self.num_forgotten_frames, self.spans = length, self.num_frames, []
 
 
 @dataclass(slots=True)
@@ -68,6 +82,7 @@ class Tenant:
     cancelled: tuple[Turn, int] | None = None  # while decoding, with the frames heard of it
     is_closing: bool = False
     turn: Turn | None = None
+    last_turn: Turn | None = None  # the latest to end; it can be rolled back while it is heard
 
     @property
     def may_open(self) -> bool:

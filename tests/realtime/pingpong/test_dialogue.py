@@ -1,0 +1,197 @@
+"""What a dialogue leaves in the KV: exactly what was said and heard, whatever was cancelled when."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from model.speech_model import SpeechModel
+from realtime.pingpong.engine import PingPongEngine
+from realtime.pingpong.messages import CancelTurn, FramePcm, OpenSlot, SegmentEnd, SlotRef
+from realtime.pingpong.prefill import prefix_rows
+from realtime.pingpong.steps import StepBuffer
+from tests.support.engine import (
+    Recorder,
+    open_slot,
+    running,
+    sampling,
+    speak,
+    start_turn,
+    tiny_model,
+    voice,
+)
+
+MAX_FRAMES = 8
+WORDS = ("hello.", "again.", "and so on,", "yes!", "a longer one, this.")
+
+
+@dataclass
+class Exchange:
+    """One segment: its text and the frames that answered it, i32 [1+K, n]."""
+
+    turn_id: int
+    text: str
+    frames: Tensor
+    num_in_kv: int  # the last frame of a segment that was cut is never read again
+
+
+class Dialogue:
+    """The oracle: the history as rows, prefilled in one go into a cache of its own."""
+
+    def __init__(self, model: SpeechModel, max_positions: int) -> None:
+        self._model = model
+        self._room = max_positions - MAX_FRAMES
+        self._cache = model.dual_ar.new_cache(1, max_positions)
+        self._prefix = prefix_rows(model, OpenSlot(SlotRef(0, 1), (voice(),), "", sampling(), 1000))
+        self._num_forgotten: dict[int, int] = {}  # frames, by turn
+        self._exchanges: list[Exchange] = []
+        self.num_resets = 0
+
+    def add(self, exchange: Exchange) -> None:
+        if self._exchanges and self.rows(exchange.text).shape[1] > self._room:
+            for old in self._exchanges:
+                num_frames = self._num_forgotten.get(old.turn_id, 0) + old.frames.shape[1]
+                self._num_forgotten[old.turn_id] = num_frames
+            self._exchanges = []
+            self.num_resets += 1
+        self._exchanges.append(exchange)
+
+    def cancel(self, turn_id: int, heard_frames: int) -> None:
+        num_left = heard_frames - self._num_forgotten.get(turn_id, 0)
+        kept = []
+        for exchange in self._exchanges:
+            if exchange.turn_id == turn_id:
+                if num_left <= 0:
+                    continue
+                exchange.num_in_kv = min(exchange.num_in_kv, num_left)
+                num_left -= exchange.frames.shape[1]
+            kept.append(exchange)
+        self._exchanges = kept
+
+    def rows(self, *open_text: str) -> Tensor:
+        prompt, parts = self._model.prompt, []
+        for exchange in self._exchanges:
+            parts += [prompt.next_turn(), prompt.user_text(exchange.text)]
+            parts += [prompt.assistant_header(), exchange.frames[:, : exchange.num_in_kv]]
+        for text in open_text:
+            parts += [prompt.next_turn(), prompt.user_text(text), prompt.assistant_header()]
+        return torch.cat([self._prefix, *parts[1:]], 1)
+
+    def kv(self) -> Tensor:
+        rows = self.rows()
+        self._model.dual_ar.prefill(rows, self._cache, 0, 0)
+        return self._cache.kv[:, 0, :, :, : rows.shape[1]]
+
+
+class Talk:
+    """One session with an engine, and the oracle that is told the same."""
+
+    def __init__(self, model: SpeechModel, engine: PingPongEngine, recorder: Recorder) -> None:
+        self._model, self._engine, self._recorder = model, engine, recorder
+        self._codes: dict[tuple[int, int, int], Tensor] = {}  # by turn, segment, frame
+        self._vocode = engine._vocode.step
+        engine._vocode.step = self._listen  # type: ignore[method-assign]
+        self.dialogue = Dialogue(model, engine._cache.max_len)
+        self.slot = open_slot(engine, recorder, seed=3)
+        self.turn_id = -1
+
+    def speak(self, *texts: str) -> int:
+        """A whole turn; returns its number of frames."""
+        self.turn_id += 1
+        pcm = speak(self._engine, self._recorder, self.slot, self.turn_id, *texts)
+        for end in self._segment_ends():
+            num_in_kv = min(end.num_frames, MAX_FRAMES - 1)
+            self._add(texts[end.segment], end.segment, end.num_frames, num_in_kv)
+        return len(pcm) // self._engine.info.frame_samples
+
+    def interrupt(self, text: str) -> None:
+        """Cancel a turn while it is made, and speak another at once. All that came is heard."""
+        self.turn_id += 1
+        turn_id = self.turn_id
+        start_turn(self._engine, self.slot, turn_id, text)
+        self._recorder.wait(FramePcm, lambda event: event.turn_id == turn_id)
+        before = self.slot
+        self.slot = self._engine.slots.bump(before)
+        num_heard = len(self._recorder.pcm(before, turn_id)) // self._engine.info.frame_samples
+        self._engine.submit(CancelTurn(self.slot, turn_id, num_heard))
+        interrupted = self._add(text, 0, num_heard, min(num_heard, MAX_FRAMES - 1))
+        self.speak("hm.")
+        # Whether the last frame that was heard had been read again is a matter of the moment.
+        num_missing = self.dialogue.rows().shape[1] - self._tenant.context_length
+        assert num_missing in (0, 1)
+        interrupted.num_in_kv -= num_missing
+
+    def cancel(self, turn_id: int, heard_frames: int) -> None:
+        self.slot = self._engine.slots.bump(self.slot)
+        self._engine.submit(CancelTurn(self.slot, turn_id, heard_frames))
+        self.dialogue.cancel(turn_id, heard_frames)
+
+    def check(self) -> None:
+        self.speak("so.")  # afterwards all that came before has been settled
+        want = self.dialogue.kv()
+        assert self._tenant.context_length == want.shape[3]
+        got = self._engine._cache.kv[:, 0, :, :, : want.shape[3]]
+        np.testing.assert_allclose(got.numpy(), want.numpy(), atol=2e-4)
+
+    @property
+    def _tenant(self):  # type: ignore[no-untyped-def]
+        return self._engine._prefill._tenants[0]
+
+    def _segment_ends(self) -> list[SegmentEnd]:
+        events = self._recorder.events
+        ends = [event for event in events if isinstance(event, SegmentEnd)]
+        return [end for end in ends if end.turn_id == self.turn_id]
+
+    def _add(self, text: str, segment: int, num_frames: int, num_in_kv: int) -> Exchange:
+        begin_id = self._model.dual_ar.config.semantic_begin_id
+        assert begin_id is not None
+        codes = [self._codes[self.turn_id, segment, frame] for frame in range(num_frames)]
+        rows = [torch.cat([frame[:1] + begin_id, frame]) for frame in codes]
+        frames = torch.stack(rows, 1) if rows else torch.zeros(5, 0, dtype=torch.int32)
+        exchange = Exchange(self.turn_id, text, frames, num_in_kv)
+        self.dialogue.add(exchange)
+        return exchange
+
+    def _listen(self, item: object) -> None:
+        if isinstance(item, StepBuffer):
+            for row, codes in zip(item.rows, item.codes, strict=False):
+                self._codes[row.turn_id, row.segment, row.frame] = codes.clone()
+        self._vocode(item)  # type: ignore[arg-type]
+
+
+@contextmanager
+def talking(max_positions: int = 1024) -> Iterator[Talk]:
+    model = tiny_model(context="dialogue", max_frames=MAX_FRAMES)
+    with running(model, num_slots=1, max_positions=max_positions) as (engine, recorder):
+        yield Talk(model, engine, recorder)
+
+
+@pytest.mark.parametrize("num_heard", range(MAX_FRAMES + 2))
+def test_a_turn_that_is_made_but_not_heard_to_its_end_is_rolled_back(num_heard: int) -> None:
+    """The engine runs ahead of the listener: most barge-ins come after the last frame is made."""
+    with talking() as talk:
+        talk.speak("hello.")
+        num_frames = talk.speak("a long reply,", "in two parts.")
+        assert num_frames > 1
+        talk.cancel(talk.turn_id, num_heard)
+        talk.check()
+
+
+def test_cancels_at_random_leave_what_was_heard() -> None:
+    rng = np.random.default_rng(1)
+    with talking(max_positions=420) as talk:
+        for _ in range(25):
+            texts = [str(text) for text in rng.choice(WORDS, rng.integers(1, 4))]
+            action = rng.random()
+            if action < 0.3:
+                talk.interrupt(texts[0])
+            else:
+                num_frames = talk.speak(*texts)
+                if action < 0.8:
+                    talk.cancel(talk.turn_id, int(rng.integers(0, num_frames + 1)))
+            talk.check()
+        assert talk.dialogue.num_resets > 2
