@@ -1,5 +1,6 @@
 """A checkpoint directory as one object: DualAR, codec, prompt layout, front end, how to serve it."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -8,12 +9,14 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from model.codec import Codec, load_codec
+from model.codec import Codec, load_codec, weight_file
 from model.dual_ar import DualAR
 from model.errors import ConfigError
 from model.loader import load_dual_ar
 from model.prompt import PromptBuilder, load_tokenizer
 from model.text import EnglishFrontEnd
+
+_FINGERPRINT_BYTES = 1 << 20
 
 
 class Spoken(Protocol):
@@ -72,6 +75,7 @@ class SpeechModel:
     device: torch.device
     dual_ar: DualAR
     codec: Codec
+    codec_id: str  # fingerprint of the codec's weights
     prompt: PromptBuilder
     front_end: Callable[[str], Spoken]
     serving: Serving
@@ -85,6 +89,17 @@ def read_serving(config: dict[str, Any]) -> Serving:
     if unknown:
         raise ConfigError(f"plosive: unknown field {unknown[0]!r}; valid fields: {valid}")
     return Serving(**section)
+
+
+def fingerprint(file: Path) -> str:
+    """Tells files apart by size and both ends; reading all of a 2 GB file would take seconds."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as stream:
+        digest.update(stream.read(_FINGERPRINT_BYTES))
+        stream.seek(max(0, size - _FINGERPRINT_BYTES))
+        digest.update(stream.read())
+    return digest.hexdigest()[:16]
 
 
 def load_speech_model(
@@ -105,6 +120,7 @@ def load_speech_model(
         device=target,
         dual_ar=dual_ar,
         codec=load_codec(path, target, torch.float32),
+        codec_id=fingerprint(weight_file(path)),
         prompt=PromptBuilder(load_tokenizer(path), dual_ar.config),
         front_end=FRONT_ENDS[serving.front_end](),
         serving=serving,

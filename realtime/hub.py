@@ -24,7 +24,6 @@ from realtime.session.limits import SessionLimits
 from realtime.voices import VoiceStore
 from realtime.wire import AudioFormat, EffectiveFormat
 
-_RETRY_CLOSE_S = 0.01  # when the engine's inbox is full
 _CLOSE_GRACE_S = 1.0  # after the drain deadline, for the closes to be written
 
 logger = logging.getLogger(__name__)
@@ -138,13 +137,19 @@ class Hub:
 
     # ------------------------------------------------------------------ admission
 
+    def check(self) -> State:
+        """The state, after a look at the engine: one that died idle is found here."""
+        if self._engine.failure is not None:
+            self._fail(EngineError(message=self._engine.failure))
+        return self.state
+
     def admit(self) -> SlotRef:
         """A slot for a connection that is about to be accepted. `serve` or `give_back` it.
 
         Raises:
             CapacityError: `at_capacity`, or `not_ready` while starting, draining or failed.
         """
-        if self.state is not State.READY:
+        if self.check() is not State.READY:
             self._metrics.refused.labels("not_ready").inc()
             raise NotReady(self.state.value)
         slot = self._engine.slots.acquire()
@@ -185,16 +190,13 @@ class Hub:
     # ------------------------------------------------------------------ towards the engine
 
     def submit(self, command: Command) -> None:
-        """Raises EngineError. `CloseSlot` is never refused: a lost one would lose the slot."""
+        """Raises EngineError; code `engine_overloaded` means later."""
         try:
             self._engine.submit(command)
         except EngineError as error:
             if error.code != "engine_overloaded":
                 self._fail(error)
-            if not isinstance(command, CloseSlot):
-                raise
-            if self.state is not State.FAILED:
-                asyncio.get_running_loop().call_later(_RETRY_CLOSE_S, self.submit, command)
+            raise
 
     def set_blocked(self, slot: SlotRef, is_blocked: bool) -> None:
         self._engine.set_blocked(slot, is_blocked)

@@ -67,13 +67,13 @@ def _add_operations(app: FastAPI, hub: Hub, metrics: Metrics) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         """Alive; 503 only when a restart would help."""
-        is_failed = hub.state is State.FAILED
+        is_failed = hub.check() is State.FAILED
         content = {"status": "failed" if is_failed else "ok"}
         return JSONResponse(content, status_code=503 if is_failed else 200)
 
     @app.get("/ready")
     async def ready() -> JSONResponse:
-        is_ready = hub.state is State.READY
+        is_ready = hub.check() is State.READY
         content = {"ready": is_ready, "reason": hub.state.value}
         return JSONResponse(content, status_code=200 if is_ready else 503)
 

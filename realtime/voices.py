@@ -21,6 +21,7 @@ from realtime.pingpong.messages import VoicePrompt
 
 MAX_NAME_CHARS = 64
 MAX_TEXT_CHARS = 2_000
+NO_REFERENCE = "default"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _log = logging.getLogger(__name__)
@@ -42,8 +43,9 @@ class VoiceInfo:
 class VoiceStore:
     """All voices, held in memory and mirrored on disk. Thread-safe.
 
-    Built-in voices cannot be replaced or deleted. Added voices are bound to the model whose codec
-    made their codes; voices of another model in the same directory are left alone and not listed.
+    Built-in voices cannot be replaced or deleted; a model that has none speaks without a reference,
+    as the voice `default`. Added voices are bound to the codec that made their codes; voices of
+    another codec in the same directory are left alone and not listed.
     """
 
     def __init__(
@@ -51,17 +53,20 @@ class VoiceStore:
         builtin_dir: Path | None,
         user_dir: Path,
         *,
-        model_name: str,
+        codec_id: str,
         num_codebooks: int,
         max_voices: int = 256,
     ) -> None:
         self._user_dir = user_dir
-        self._model_name = model_name
+        self._codec_id = codec_id
         self._num_codebooks = num_codebooks
         self._max_voices = max_voices
         self._lock = threading.Lock()
-        self._builtin = self._read_all(builtin_dir, any_model=True) if builtin_dir else {}
-        self._added = self._read_all(user_dir, any_model=False)
+        self._builtin = self._read_all(builtin_dir, any_codec=True) if builtin_dir else {}
+        if builtin_dir is None:
+            no_codes = np.zeros((num_codebooks, 0), np.int32)
+            self._builtin[NO_REFERENCE] = VoicePrompt(NO_REFERENCE, "", no_codes)
+        self._added = self._read_all(user_dir, any_codec=False)
 
     def infos(self) -> list[VoiceInfo]:
         """Built-in voices first, each group by name."""
@@ -145,17 +150,17 @@ class VoiceStore:
 
     def _write(self, voice: VoicePrompt) -> None:
         self._user_dir.mkdir(parents=True, exist_ok=True)
-        description = {"name": voice.name, "text": voice.text, "model": self._model_name}
+        description = {"name": voice.name, "text": voice.text, "codec": self._codec_id}
         path = self._user_dir / voice.name
         _write_atomically(path.with_suffix(".json"), json.dumps(description).encode())
         blob = safetensors.numpy.save({"codes": np.ascontiguousarray(voice.codes)})
         _write_atomically(path.with_suffix(".safetensors"), blob)  # last: now the voice exists
 
-    def _read_all(self, folder: Path, *, any_model: bool) -> dict[str, VoicePrompt]:
+    def _read_all(self, folder: Path, *, any_codec: bool) -> dict[str, VoicePrompt]:
         voices = {}
         for path in sorted(folder.glob("*.safetensors")):
             try:
-                voice = self._read(path, any_model=any_model)
+                voice = self._read(path, any_codec=any_codec)
             except (OSError, ValueError, KeyError, SafetensorError, VoiceError) as error:
                 _log.warning("voice file %s is not usable: %s", path, error)
                 continue
@@ -163,10 +168,10 @@ class VoiceStore:
                 voices[voice.name] = voice
         return voices
 
-    def _read(self, path: Path, *, any_model: bool) -> VoicePrompt | None:
+    def _read(self, path: Path, *, any_codec: bool) -> VoicePrompt | None:
         _check_name(path.stem)
         description = json.loads(path.with_suffix(".json").read_text("utf-8"))
-        if not any_model and description["model"] != self._model_name:
+        if not any_codec and description["codec"] != self._codec_id:
             return None
         codes = safetensors.numpy.load(path.read_bytes())["codes"]
         return VoicePrompt(path.stem, str(description["text"]), self._checked(codes))

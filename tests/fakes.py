@@ -79,6 +79,7 @@ class FakeEngine:
     ) -> None:
         self.info = EngineInfo(
             model_name="fake",
+            codec_id="tone",
             sample_rate=sample_rate,
             frame_samples=frame_samples,
             num_codebooks=NUM_CODEBOOKS,
@@ -92,6 +93,7 @@ class FakeEngine:
             has_prompt=False,
         )
         self.slots = Slots(num_slots)
+        self.failure: str | None = None
         self.commands: list[Command] = []
         self.blocked: list[tuple[SlotRef, bool]] = []
         self.emitted: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)

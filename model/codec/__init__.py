@@ -20,7 +20,7 @@ from model.codec.dac import DacCodec
 from model.codec.spectral import SpectralCodec, SpectralConfig
 from model.errors import CheckpointError, ConfigError
 
-__all__ = ["Codec", "CodecState", "load_codec"]
+__all__ = ["Codec", "CodecState", "load_codec", "weight_file"]
 
 CodecState = Any  # a codec's own state object; callers only hold it and hand it back
 
@@ -77,7 +77,7 @@ def load_codec(path: str | Path, device: str | torch.device, dtype: torch.dtype)
         CheckpointError: if the weights are missing or damaged, or a tensor is missing, left over
             or wrongly shaped.
     """
-    file = _weight_file(Path(path))
+    file = weight_file(Path(path))
     raw = _read_config(file.parent / "config.json")
     kind = "dac" if raw is None else raw.get("type", "dac")
     if kind not in _BUILDERS:
@@ -109,7 +109,7 @@ _BUILDERS: Mapping[str, Callable[[Mapping[str, Any] | None, Weights], Codec]] = 
 }
 
 
-def _weight_file(path: Path) -> Path:
+def weight_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     names = ("codec.pth", "codec.safetensors")

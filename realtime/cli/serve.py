@@ -146,7 +146,7 @@ def make_server(engine: Engine, config: ServerConfig) -> tuple[DrainingServer, H
     voices = VoiceStore(
         info.builtin_voices_path,
         config.resolved_voices_dir(),
-        model_name=info.model_name,
+        codec_id=info.codec_id,
         num_codebooks=info.num_codebooks,
         max_voices=config.max_voices,
     )

@@ -16,6 +16,7 @@ class EngineInfo:
     """Facts of the loaded model that sessions need."""
 
     model_name: str
+    codec_id: str  # of the codec's weights: codes are meaningless to any other codec
     sample_rate: int  # Hz, of the codec's PCM
     frame_samples: int
     num_codebooks: int
@@ -65,6 +66,10 @@ class Engine(Protocol):
     @property
     def slots(self) -> SlotTable: ...
 
+    @property
+    def failure(self) -> str | None:
+        """Why the engine can never speak again; None while it can."""
+
     def start(self, sink: Callable[[Event], None]) -> None:
         """Start the threads. `sink` is called on an engine thread, in order per slot, and must
         return quickly (put the event into a bounded queue)."""
@@ -73,8 +78,9 @@ class Engine(Protocol):
         """Hand a command to the engine; never waits.
 
         Raises:
-            EngineError: code `engine_overloaded` when the inbox is full, `engine_stopped` after
-                `stop` or after an engine thread died.
+            EngineError: code `engine_overloaded` while many commands of this slot wait (never for
+                `CloseSlot`): try again soon; `engine_stopped` after `stop` or after an engine
+                thread died.
         """
 
     def set_blocked(self, slot: SlotRef, is_blocked: bool) -> None:

@@ -33,7 +33,7 @@ from realtime.pingpong.messages import (
     SlotRef,
     VoicePrompt,
 )
-from realtime.pingpong.prefill import PrefillLoop, prefix_rows
+from realtime.pingpong.prefill import MAX_WAITING_COMMANDS, PrefillLoop, prefix_rows
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Returned
@@ -93,6 +93,7 @@ class PingPongEngine:
         self._is_stopping = threading.Event()
         self._failure: str | None = None
         self._opened: dict[int, SlotRef] = {}  # written by the event loop
+        self._num_submitted = [0] * config.num_slots  # commands, written by the event loop
 
     # ------------------------------------------------------------------ the event loop's side
 
@@ -102,6 +103,7 @@ class PingPongEngine:
         voices_path = model.path / "voices"
         return EngineInfo(
             model_name=model.name,
+            codec_id=model.codec_id,
             sample_rate=model.codec.sample_rate,
             frame_samples=model.codec.frame_samples,
             num_codebooks=model.codec.num_codebooks,
@@ -118,6 +120,10 @@ class PingPongEngine:
     @property
     def slots(self) -> Slots:
         return self._slots
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
 
     def start(self, sink: Callable[[Event], None]) -> None:
         assert not self._threads, "the engine is started once"
@@ -138,11 +144,12 @@ class PingPongEngine:
             raise EngineError("engine_stopped", self._failure or "the engine is stopped")
         if isinstance(command, OpenSlot):
             self._opened[command.slot.idx] = command.slot
-        if not self._prefill.inbox.offer(command):
-            raise EngineError(
-                "engine_overloaded",
-                f"{len(self._prefill.inbox)} commands are waiting; send text in larger pieces",
-            )
+        idx = command.slot.idx
+        num_waiting = self._num_submitted[idx] - self._prefill.num_received[idx]
+        if num_waiting >= MAX_WAITING_COMMANDS and not isinstance(command, CloseSlot):
+            raise EngineError("engine_overloaded", f"{num_waiting} commands of the slot wait")
+        self._num_submitted[idx] += 1
+        self._prefill.inbox.put(command)  # its size covers every slot's share
         if isinstance(command, CancelTurn | CloseSlot):
             self._decode.inbox.poke()  # a paused stream is dropped now, not at its next frame
 

@@ -157,6 +157,14 @@ async def test_more_sessions_than_slots(tmp_path: Path) -> None:
             await client.say("Hello again, this works.")
 
 
+async def test_an_engine_that_dies_while_idle_is_seen(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, served.http() as http:
+        assert (await http.get("/ready")).status_code == 200
+        served.engine.failure = "decode: RuntimeError: device lost"
+        assert (await http.get("/health")).status_code == 503
+        assert (await http.get("/ready")).status_code == 503
+
+
 async def test_not_ready(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.warm_up_gate.clear()

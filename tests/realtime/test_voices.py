@@ -21,12 +21,12 @@ from tests.realtime.support import make_engine, serving, session, write_voice
 CODES = np.arange(NUM_CODEBOOKS * 10, dtype=np.int32).reshape(NUM_CODEBOOKS, 10)
 
 
-def make_store(folder: Path, model_name: str = "fake", max_voices: int = 3) -> VoiceStore:
+def make_store(folder: Path, codec_id: str = "fake", max_voices: int = 3) -> VoiceStore:
     write_voice(folder / "builtin")
     return VoiceStore(
         folder / "builtin",
         folder / "voices",
-        model_name=model_name,
+        codec_id=codec_id,
         num_codebooks=NUM_CODEBOOKS,
         max_voices=max_voices,
     )
@@ -95,13 +95,22 @@ def test_damaged_and_foreign_voices_are_left_alone(
     make_store(tmp_path).add("mine", "text", CODES)
     folder = tmp_path / "voices"
     (folder / "cut.safetensors").write_bytes((folder / "mine.safetensors").read_bytes()[:50])
-    (folder / "cut.json").write_text('{"text": "x", "model": "fake"}')
+    (folder / "cut.json").write_text('{"text": "x", "codec": "fake"}')
     (folder / "alone.safetensors").write_bytes((folder / "mine.safetensors").read_bytes())
     assert [info.name for info in make_store(tmp_path).infos()] == ["tone", "mine"]
     assert "cut.safetensors" in caplog.text and "alone.safetensors" in caplog.text
-    other = make_store(tmp_path, model_name="other")
+    other = make_store(tmp_path, codec_id="other")
     assert [info.name for info in other.infos()] == ["tone"]
     assert (folder / "mine.safetensors").exists()
+
+
+def test_a_model_without_voices_speaks_without_a_reference(tmp_path: Path) -> None:
+    store = VoiceStore(None, tmp_path, codec_id="fake", num_codebooks=NUM_CODEBOOKS)
+    voice = store.get("default")
+    assert voice.codes.shape == (NUM_CODEBOOKS, 0) and not voice.text
+    assert [info.name for info in store.infos()] == ["default"]
+    with pytest.raises(VoiceError, match="built-in"):
+        store.remove("default")
 
 
 # ---------------------------------------------------------------------------- over HTTP

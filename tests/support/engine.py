@@ -73,6 +73,7 @@ def tiny_model(
         device=torch_device,
         dual_ar=dual_ar,
         codec=load_codec(GOLDEN / "codec", torch_device, torch.float32),
+        codec_id="tiny",
         prompt=prompt,
         front_end=front_end,
         serving=Serving(**(defaults | serving)),  # type: ignore[arg-type]

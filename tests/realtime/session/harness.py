@@ -52,6 +52,7 @@ from realtime.wire import (
 FRAME_SAMPLES = 960
 INFO = EngineInfo(
     model_name="fake",
+    codec_id="tone",
     sample_rate=24_000,
     frame_samples=FRAME_SAMPLES,
     num_codebooks=8,
