@@ -13,12 +13,13 @@ from typing import Protocol
 from fastapi import WebSocket, WebSocketDisconnect
 
 from realtime import wire
+from realtime.command_queue import CommandQueue
 from realtime.config import ServerConfig
 from realtime.egress import LoopEvent
 from realtime.errors import CLOSE_CODE, EngineError, PlosiveError
 from realtime.metrics import Metrics
 from realtime.outbox import Audio, Closing, Item, Outbox, Text
-from realtime.pingpong.messages import CloseSlot, Command, SlotFailed, SlotRef
+from realtime.pingpong.messages import Command, SlotFailed, SlotRef
 from realtime.session.actions import (
     Action,
     Bump,
@@ -66,6 +67,7 @@ class Connection:
         self._config = config
         self._metrics = metrics
         self._outbox = Outbox()
+        self._commands = CommandQueue(engine.submit, self.fail)
         self._slot = session.slot
         self._is_blocked = False
         self._active_s = time.monotonic()
@@ -101,25 +103,19 @@ class Connection:
     # ------------------------------------------------------------------ the session's actions
 
     def apply(self, actions: Sequence[Action]) -> None:
-        """All of them, in order. If the engine refuses a command, its successors are not submitted
-        (`CloseSlot` excepted) and the session fails."""
+        """All of them, in order. If the engine is gone, the session fails."""
         refusal: EngineError | None = None
         for action in actions:
             if isinstance(action, Submit):
-                if refusal is None or isinstance(action.command, CloseSlot):
-                    refusal = self._submit(action.command) or refusal
+                try:
+                    self._commands.put(action.command)
+                except EngineError as error:
+                    refusal = error
             else:
                 self._apply(action)
         self._update_blocked()
         if refusal is not None:
             self.fail(refusal)
-
-    def _submit(self, command: Command) -> EngineError | None:
-        try:
-            self._engine.submit(command)
-        except EngineError as error:
-            return error
-        return None
 
     def _apply(self, action: Action) -> None:
         match action:
@@ -194,6 +190,7 @@ class Connection:
             else:
                 self.apply(self._session.receive_binary(len(data or b""), now_ns))
             await self._outbox.wait_for_room()
+            await self._commands.wait_until_empty()
             await asyncio.sleep(0)  # a burst of messages must not keep the other clients waiting
 
     async def _write(self) -> None:

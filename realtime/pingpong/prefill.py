@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 _SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # golden ratio: segments of a turn draw unrelated numbers
 _SEED_MASK = (1 << 63) - 1
 _MIN_TEXT_POSITIONS = 64  # of a segment, besides its frames
+MAX_WAITING_COMMANDS = 64  # of one slot; its neighbours have room of their own
 
 
 class PrefillLoop:
@@ -61,7 +62,9 @@ class PrefillLoop:
         join: Callable[[Join], None],
         chunk_positions: int,
     ) -> None:
-        self.inbox: Mailbox[Command | Returned] = Mailbox(max_items=64 * slots.num_slots + 64)
+        # A slot's share: its commands, one more that closes it, and its return from decode.
+        share = MAX_WAITING_COMMANDS + 2
+        self.inbox: Mailbox[Command | Returned] = Mailbox(max_items=share * slots.num_slots)
         self._model = model
         self._cache = cache
         self._slots = slots
@@ -70,6 +73,7 @@ class PrefillLoop:
         self._join = join
         self._chunk = chunk_positions
         self._tenants: dict[int, Tenant] = {}
+        self.num_received = [0] * slots.num_slots  # commands, by slot
         self.num_positions = 0  # prefilled so far, for metrics
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
@@ -81,6 +85,8 @@ class PrefillLoop:
         """Take what has arrived, then do the most urgent chunk. False when there was none."""
         has_work = self._most_urgent() is not None
         for message in self.inbox.take_all(0.0 if has_work else wait_s):
+            if not isinstance(message, Returned):
+                self.num_received[message.slot.idx] += 1
             self._guarded(message.slot, partial(self._receive, message))
         tenant = self._most_urgent()
         if tenant is None:

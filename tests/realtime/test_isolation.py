@@ -9,7 +9,14 @@ from websockets.exceptions import ConnectionClosed
 
 from realtime import wire
 from realtime.egress import LoopEvent
-from realtime.pingpong.messages import CloseSlot, EndTurn, OpenSlot, SetText, SlotFailed
+from realtime.pingpong.messages import (
+    CloseSlot,
+    Command,
+    EndTurn,
+    OpenSlot,
+    SetText,
+    SlotFailed,
+)
 from realtime.session.actions import Action, EncodedAudio
 from realtime.session.core import Session
 from tests.fakes import CHARS_PER_FRAME
@@ -199,29 +206,60 @@ async def test_a_dead_engine_is_told_and_seen(tmp_path: Path) -> None:
         assert (await http.get("/ready")).json()["reason"] == "the engine has failed"
 
 
-async def test_a_refused_command_fails_the_session_and_frees_the_slot(tmp_path: Path) -> None:
+async def test_commands_that_the_engine_does_not_take_yet_wait_in_order(tmp_path: Path) -> None:
+    """Any command may have to wait, at any time: nothing is lost, nothing fails."""
+    rng = random.Random(4)
     engine = make_engine(tmp_path)
-    refused = []
 
     def refuse(command: object) -> str | None:
-        is_refused = isinstance(command, SetText) or (
-            isinstance(command, CloseSlot) and len(refused) < 4
-        )
-        if is_refused:
-            refused.append(command)
+        is_refused = not isinstance(command, CloseSlot) and rng.random() < 0.7
         return "engine_overloaded" if is_refused else None
 
+    engine.refuse = refuse
     async with serving(tmp_path, engine) as served:
         async with session(served) as client:
+            for turn_id in range(3):
+                await client.say(TEXT * 3, turn_id)
+            await client.begin(TEXT, 3)
+            await client.send(wire.TurnCancel(turn_id=3))
+            await client.until(wire.TurnCancelled)
+            await client.say(TEXT, 4)
+        await served.until_free()
+    segments = [c.segment for c in engine.seen(SetText) if c.turn_id == 0 and c.is_closed]
+    assert segments == list(range(len(segments))) and len(segments) > 1
+
+
+async def test_a_client_is_not_read_from_while_its_commands_wait(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served:
+        async with session(served) as flooder, session(served) as other:
+            slot = engine.seen(OpenSlot)[0].slot
+            refused = []
+
+            def refuse(command: Command) -> str | None:
+                is_refused = command.slot.idx == slot.idx and not isinstance(command, CloseSlot)
+                refused.extend([command] * is_refused)
+                return "engine_overloaded" if is_refused else None
+
             engine.refuse = refuse
-            await client.begin(TEXT)
-            with pytest.raises(ConnectionClosed) as closed:
-                while True:
-                    await client.next()
-            assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
-            assert client.heard.of(wire.Error)[-1].code == "engine_overloaded"
-        await served.until_free()  # CloseSlot is tried until it is taken
-        assert len([command for command in refused if isinstance(command, CloseSlot)]) == 3
+            for turn_id in range(50):
+                await flooder.begin(TEXT, turn_id)
+            await other.say(TEXT)
+            assert len(set(map(id, refused))) == 1, "nothing overtakes, nothing else is read"
+        await served.until_free()  # although commands waited
+
+
+async def test_a_command_refused_for_good_fails_the_session(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    answers = ["engine_overloaded", "engine_overloaded", "engine_stopped"]
+    async with serving(tmp_path, engine) as served, session(served) as client:
+        engine.refuse = lambda command: answers.pop(0) if len(answers) > 1 else answers[0]
+        await client.begin(TEXT)
+        with pytest.raises(ConnectionClosed) as closed:
+            while True:
+                await client.next()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+        assert client.heard.of(wire.Error)[-1].code == "engine_stopped"
 
 
 async def test_idle_session_is_warned_and_closed(tmp_path: Path) -> None:

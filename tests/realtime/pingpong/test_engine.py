@@ -11,6 +11,7 @@ from realtime.errors import EngineError
 from realtime.pingpong.decode import DecodeLoop
 from realtime.pingpong.messages import (
     CancelTurn,
+    CloseSlot,
     EndTurn,
     EngineWarning,
     FramePcm,
@@ -269,21 +270,25 @@ def test_a_dead_thread_fails_every_session_and_refuses_commands(
             engine.submit(EndTurn(slot, 1, 0))
 
 
-def test_full_inbox_is_an_error_not_a_wait() -> None:
+def test_a_slot_that_commands_too_much_is_refused_without_a_wait_and_alone() -> None:
     gate = threading.Event()
 
     def front_end(text: str) -> PlainText:
         gate.wait(10)
         return PlainText(text)
 
-    with running(tiny_model(front_end=front_end), num_slots=1) as (engine, recorder):
-        slot = engine.slots.acquire()
-        assert slot is not None
+    with running(tiny_model(front_end=front_end), num_slots=2) as (engine, recorder):
+        slot, other = engine.slots.acquire(), engine.slots.acquire()
+        assert slot is not None and other is not None
         engine.submit(OpenSlot(slot, (voice(),), "", sampling(), 1000))
         with pytest.raises(EngineError, match="engine_overloaded"):
             for i in range(1000):
                 engine.submit(SetText(slot, 0, 0, "a" * i, is_closed=False))
+        engine.submit(OpenSlot(other, (voice(),), "", sampling(), 600_000))
+        start_turn(engine, other, 0, *TEXTS)
+        engine.submit(CloseSlot(engine.slots.bump(slot)))  # never refused
         gate.set()
+        recorder.wait(TurnEnd, lambda event: event.slot == other)
 
 
 def test_warm_up_caches_the_default_voice() -> None:
