@@ -11,6 +11,7 @@ from starlette.datastructures import FormData, UploadFile
 from realtime.config import ServerConfig
 from realtime.errors import CapacityError, VoiceError
 from realtime.pingpong.api import Engine
+from realtime.pingpong.messages import VoicePrompt
 from realtime.voices import VoiceStore
 
 PATH = "/v1/voices"
@@ -63,6 +64,7 @@ class VoiceRoutes:
     async def _encode(self, name: str, text: str, clip: bytes) -> dict[str, object]:
         def work() -> dict[str, object]:
             codes = self._engine.encode_voice(clip, self._config.max_clip_s)
+            self._engine.check_voice(VoicePrompt(name, text, codes))
             return self._voices.add(name, text, codes).as_dict()
 
         return self._describe(await asyncio.get_running_loop().run_in_executor(self._worker, work))

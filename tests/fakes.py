@@ -36,6 +36,7 @@ from realtime.pingpong.slots import Slots
 CHARS_PER_FRAME = 2
 NUM_CODEBOOKS = 4
 MIN_CLIP_S = 0.5
+MAX_VOICE_TEXT_CHARS = 1_000
 
 
 @dataclass
@@ -182,6 +183,10 @@ class FakeEngine:
             raise VoiceError("invalid_clip", "the clip is silent", param="file")
         num_frames = round(duration_s * self.info.frame_rate_hz)
         return np.full((NUM_CODEBOOKS, num_frames), 7, np.int32)
+
+    def check_voice(self, voice: VoicePrompt) -> None:
+        if len(voice.text) > MAX_VOICE_TEXT_CHARS:
+            raise VoiceError("invalid_voice", "no room for this text")
 
     def stats(self) -> dict[str, float]:
         return {"frames_total": float(sum(map(len, self.emitted.values())))}

@@ -96,6 +96,13 @@ class Engine(Protocol):
             VoiceError: code `invalid_clip`, saying what was got and what is expected.
         """
 
+    def check_voice(self, voice: VoicePrompt) -> None:
+        """Whether a session could be opened with it. Slow like `encode_voice`.
+
+        Raises:
+            VoiceError: code `invalid_voice`, saying what was got and what is expected.
+        """
+
     def stats(self) -> dict[str, float]:
         """Gauges and counters for /metrics (active slots, steps, frames, queue lengths, ...)."""
 

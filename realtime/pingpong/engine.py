@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.audio import ClipError, read_clip
+from model.errors import ModelError
 from model.speech_model import SpeechModel
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.api import EngineInfo
@@ -28,12 +29,11 @@ from realtime.pingpong.messages import (
     Command,
     Event,
     OpenSlot,
-    SamplingParams,
     SlotFailed,
     SlotRef,
     VoicePrompt,
 )
-from realtime.pingpong.prefill import MAX_WAITING_COMMANDS, PrefillLoop, prefix_rows
+from realtime.pingpong.prefill import MAX_WAITING_COMMANDS, PrefillLoop
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Returned
@@ -208,9 +208,14 @@ class PingPongEngine:
             codes = codec.encode(wav[None].to(self._model.device))
         return codes[0].to(torch.int32).cpu().numpy()
 
+    def check_voice(self, voice: VoicePrompt) -> None:
+        try:
+            self._prefill.checked_prefix_rows((voice,), "")
+        except ModelError as error:
+            raise VoiceError("invalid_voice", str(error)) from error
+
     def _warm_prefix(self, voice: VoicePrompt) -> None:
-        sampling = SamplingParams(temperature=0.0, top_p=1.0, top_k=1, seed=0)
-        rows = prefix_rows(self._model, OpenSlot(SlotRef(0, 0), (voice,), "", sampling, 1000))
+        rows = self._prefill.checked_prefix_rows((voice,), "")
         self._model.dual_ar.prefill(rows.to(self._model.device), self._cache, 0, 0)
         self._prefixes.add(prefix_key(rows), self._cache.snapshot(0, rows.shape[1]))
 

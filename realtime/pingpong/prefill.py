@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from model.errors import PromptError
 from model.kv_cache import KVCache
 from model.prompt import Voice
 from model.speech_model import SpeechModel
@@ -34,6 +35,7 @@ from realtime.pingpong.messages import (
     SlotReady,
     SlotRef,
     TurnEnd,
+    VoicePrompt,
 )
 from realtime.pingpong.messages import Event as EngineEvent
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
@@ -98,9 +100,11 @@ class PrefillLoop:
         """What one session breaks is that session's end, not its neighbours'."""
         try:
             work()
+        except PromptError as error:  # what the client asked for cannot be made
+            self._fail(slot, str(error))
         except Exception as error:
             logger.exception("prefill failed in %s", slot)
-            self._fail(slot, error)
+            self._fail(slot, f"{type(error).__name__}: {error}")
 
     # ------------------------------------------------------------------ messages
 
@@ -207,11 +211,11 @@ class PrefillLoop:
         del self._tenants[tenant.slot.idx]
         self._emit(SlotClosed(tenant.slot))
 
-    def _fail(self, slot: SlotRef, error: Exception) -> None:
+    def _fail(self, slot: SlotRef, message: str) -> None:
         tenant = self._tenants.get(slot.idx)
         if tenant is not None:
             tenant.opening, tenant.turn = None, None
-        self._emit(SlotFailed(slot, f"{type(error).__name__}: {error}"))
+        self._emit(SlotFailed(slot, message))
 
     # ------------------------------------------------------------------ work
 
@@ -242,7 +246,7 @@ class PrefillLoop:
 
     def _advance_opening(self, tenant: Tenant, opening: OpenSlot) -> None:
         if tenant.opening_rows is None:
-            tenant.opening_rows = self._checked_prefix_rows(opening)
+            tenant.opening_rows = self.checked_prefix_rows(opening.voices, opening.prompt)
             tenant.num_done = 0
         rows = tenant.opening_rows
         key = prefix_key(rows)
@@ -265,13 +269,18 @@ class PrefillLoop:
         prefill_ms = (time.perf_counter_ns() - tenant.opened_at_ns) / 1e6
         self._emit(SlotReady(tenant.slot, prefill_ms, is_cached))
 
-    def _checked_prefix_rows(self, opening: OpenSlot) -> Tensor:
-        rows = prefix_rows(self._model, opening)
+    def checked_prefix_rows(self, voices: tuple[VoicePrompt, ...], prompt: str) -> Tensor:
+        """Rows i32 [1+K, T] (host) of the speaker reference and prompt. Callable on any thread.
+
+        Raises:
+            PromptError: they leave no room for a text, or do not fit the model's prompt format.
+        """
+        rows = prefix_rows(self._model, voices, prompt)
         room = self._cache.max_len - self._model.serving.max_frames - _MIN_TEXT_POSITIONS
         if rows.shape[1] > room:
-            raise ValueError(
+            raise PromptError(
                 f"voice and prompt need {rows.shape[1]} positions, there is room for {room}; "
-                "use a shorter reference clip or prompt"
+                "use a shorter reference clip, reference text or prompt"
             )
         return rows
 
@@ -354,14 +363,13 @@ class PrefillLoop:
         )
 
 
-def prefix_rows(model: SpeechModel, opening: OpenSlot) -> Tensor:
-    """Rows i32 [1+K, T] (host) of the speaker reference and prompt."""
-    voices = [
+def prefix_rows(model: SpeechModel, voices: tuple[VoicePrompt, ...], prompt: str) -> Tensor:
+    spoken = [
         Voice(voice.name, model.front_end(voice.text).phonemes, torch.from_numpy(voice.codes))
-        for voice in opening.voices
+        for voice in voices
         if voice.codes.shape[1]
     ]
-    return model.prompt.prefix(voices, opening.prompt if model.serving.has_prompt else "")
+    return model.prompt.prefix(spoken, prompt if model.serving.has_prompt else "")
 
 
 def _common_prefix(old: Tensor, new: Tensor) -> int:

@@ -175,6 +175,7 @@ async def test_forms_that_cannot_be_used(tmp_path: Path) -> None:
         for response, status, code in (
             (await add(http, name="../x"), 400, "invalid_voice"),
             (await add(http, text=""), 400, "invalid_voice"),
+            (await add(http, text="x" * 1_500), 400, "invalid_voice"),  # says the engine
             (await add(http, name="tone"), 403, "voice_protected"),
             (await http.post("/v1/voices", data={"name": "x", "text": "y"}), 400, "invalid_clip"),
             (await http.post("/v1/voices", files={"file": clip()}), 400, "invalid_voice"),

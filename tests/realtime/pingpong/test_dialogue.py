@@ -11,14 +11,13 @@ from torch import Tensor
 
 from model.speech_model import SpeechModel
 from realtime.pingpong.engine import PingPongEngine
-from realtime.pingpong.messages import CancelTurn, FramePcm, OpenSlot, SegmentEnd, SlotRef
+from realtime.pingpong.messages import CancelTurn, FramePcm, SegmentEnd
 from realtime.pingpong.prefill import prefix_rows
 from realtime.pingpong.steps import StepBuffer
 from tests.support.engine import (
     Recorder,
     open_slot,
     running,
-    sampling,
     speak,
     start_turn,
     tiny_model,
@@ -46,7 +45,7 @@ class Dialogue:
         self._model = model
         self._room = max_positions - MAX_FRAMES
         self._cache = model.dual_ar.new_cache(1, max_positions)
-        self._prefix = prefix_rows(model, OpenSlot(SlotRef(0, 1), (voice(),), "", sampling(), 1000))
+        self._prefix = prefix_rows(model, (voice(),), "")
         self._num_forgotten: dict[int, int] = {}  # frames, by turn
         self._exchanges: list[Exchange] = []
         self.num_resets = 0

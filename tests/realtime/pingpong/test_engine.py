@@ -1,13 +1,14 @@
 """The engine's promises, on a tiny model with random weights."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from model.speech_model import PlainText
-from realtime.errors import EngineError
+from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.decode import DecodeLoop
 from realtime.pingpong.messages import (
     CancelTurn,
@@ -241,6 +242,21 @@ def test_a_failing_front_end_fails_its_own_session_only() -> None:
         bad, good = open_slot(engine, recorder), open_slot(engine, recorder)
         start_turn(engine, bad, 0, "boom")
         assert "no such word" in recorder.wait(SlotFailed).message
+        assert len(speak(engine, recorder, good, 0, "still here."))
+        close_slot(engine, recorder, bad)
+
+
+def test_a_voice_without_room_for_text_is_refused_and_fails_its_own_session_only() -> None:
+    long = replace(voice(), text="much too long " * 40)
+    with running(tiny_model(), num_slots=2, max_positions=400) as (engine, recorder):
+        good = open_slot(engine, recorder)
+        engine.check_voice(voice())
+        with pytest.raises(VoiceError, match="there is room for"):
+            engine.check_voice(long)
+        bad = engine.slots.acquire()
+        assert bad is not None
+        engine.submit(OpenSlot(bad, (long,), "", sampling(), 1000))
+        assert "there is room for" in recorder.wait(SlotFailed).message
         assert len(speak(engine, recorder, good, 0, "still here."))
         close_slot(engine, recorder, bad)
 
