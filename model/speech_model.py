@@ -5,9 +5,10 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 
 from model.codec import Codec, load_codec, weight_file
 from model.dual_ar import DualAR
@@ -51,19 +52,20 @@ class Serving:
     context: Literal["prefix", "dialogue"] = "dialogue"  # what precedes a segment in the KV
     has_prompt: bool = True
     default_voice: str = "default"
-    max_segment_chars: int = 300
-    max_frames: int = 1024  # of one segment
-    temperature: float = 0.8
-    top_p: float = 0.8
-    top_k: int = 30
+    max_segment_chars: Annotated[int, Field(ge=1)] = 300
+    max_frames: Annotated[int, Field(ge=1)] = 1024  # of one segment
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.8
+    top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
+    top_k: Annotated[int, Field(ge=1)] = 30
 
     def __post_init__(self) -> None:
         if self.front_end not in FRONT_ENDS:
             raise ConfigError(
                 f"plosive.front_end: got {self.front_end!r}, expected one of {sorted(FRONT_ENDS)}"
             )
-        if self.context not in ("prefix", "dialogue"):
-            raise ConfigError(f"plosive.context: got {self.context!r}, expected prefix or dialogue")
+
+
+_SERVING = TypeAdapter(Serving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,24 @@ class SpeechModel:
 
 
 def read_serving(config: dict[str, Any]) -> Serving:
-    """The `plosive` section of a config.json. Raises ConfigError for a field it does not know."""
+    """The `plosive` section of a config.json.
+
+    Raises:
+        ConfigError: it has a field that this code does not know, or a value out of range.
+    """
     section = config.get("plosive", {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"plosive: got {section!r}, expected an object")
     valid = [field.name for field in fields(Serving)]
     unknown = sorted(set(section) - set(valid))
     if unknown:
         raise ConfigError(f"plosive: unknown field {unknown[0]!r}; valid fields: {valid}")
-    return Serving(**section)
+    try:
+        return _SERVING.validate_python(section)
+    except ValidationError as error:
+        first = error.errors()[0]
+        got, name = first["input"], first["loc"][0]
+        raise ConfigError(f"plosive.{name}: got {got!r}; {first['msg']}") from error
 
 
 def fingerprint(file: Path) -> str:

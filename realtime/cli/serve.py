@@ -62,6 +62,8 @@ def load_engine(config: ServerConfig) -> Engine:
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device.startswith("cuda") and not torch.cuda.is_available():
+        raise PlosiveError("model_unusable", f"there is no CUDA device here for {device!r}")
     try:
         speech_model = load_speech_model(path, name=path.name, device=device)
     except (ModelError, OSError, RuntimeError) as error:

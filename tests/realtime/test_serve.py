@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -121,3 +122,9 @@ def test_model_path_missing(tmp_path: Path) -> None:
     with pytest.raises(PlosiveError, match=str(tmp_path / "gone")) as refused:
         load_engine(ServerConfig(model=str(tmp_path / "gone")))
     assert refused.value.code == "model_unusable"
+
+
+def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlosiveError, match="no CUDA device"):
+        load_engine(ServerConfig(device="cuda:0"))
