@@ -97,7 +97,7 @@ class AudioEncoder:
     def _packet(self, pcm: NDArray[np.float32]) -> EncodedPacket:
         pts_samples = self._num_packed
         self._num_packed += len(pcm)
-        return EncodedPacket(pts_samples, self._opus.encode(pcm) if self._opus else _to_s16le(pcm))
+        return EncodedPacket(pts_samples, self._opus.encode(pcm) if self._opus else to_s16le(pcm))
 
 
 def pre_skip_samples(audio_format: AudioFormat) -> int:
@@ -105,6 +105,6 @@ def pre_skip_samples(audio_format: AudioFormat) -> int:
     return opus_pre_skip_samples(audio_format.sample_rate) if audio_format.codec == "opus" else 0
 
 
-def _to_s16le(pcm: NDArray[np.float32]) -> bytes:
+def to_s16le(pcm: NDArray[np.float32]) -> bytes:
     samples: NDArray[np.int16] = np.rint(np.clip(pcm, -1.0, 1.0) * 32767.0).astype("<i2")
     return samples.tobytes()

@@ -29,6 +29,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "realtime.pingpong.api",
         "realtime.session",
     ),
+    "realtime.adapters": (
+        "realtime.wire",
+        "realtime.errors",
+        "realtime.session",
+        "realtime.pingpong.messages",
+        "realtime.pingpong.api",
+    ),
     "realtime.cli": ("realtime", "clients", "model"),
     "realtime.__main__": ("realtime.cli",),
     "realtime": (
@@ -37,6 +44,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "realtime.session",
         "realtime.pingpong.messages",
         "realtime.pingpong.api",
+        "realtime.adapters",
     ),
 }
 TORCH_FREE = ("clients", "bench_ttfa", "realtime.session", "realtime.wire", "realtime.errors")
@@ -73,9 +81,11 @@ def rule(module: str) -> str:
 
 
 def siblings(module: str, name: str) -> bool:
-    """Files directly in `realtime/` may import one another; packages have their own rule."""
-    is_file = module.count(".") == 1 and name.count(".") <= 2
-    return rule(module) == "realtime" and is_file and rule(name) == "realtime"
+    """Files directly in `realtime/` may import one another, and the adapters may import them."""
+    is_file = rule(module) == "realtime.adapters" or (
+        rule(module) == "realtime" and module.count(".") == 1
+    )
+    return is_file and name.count(".") <= 2 and rule(name) == "realtime"
 
 
 @pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: str(value))
