@@ -7,10 +7,10 @@ reason, the slot is given up at once. Nothing here waits for another connection 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, Protocol
 
-from fastapi import WebSocket, WebSocketDisconnect
+from fastapi import WebSocketDisconnect
 
 from realtime import wire
 from realtime.command_queue import CommandQueue
@@ -38,6 +38,21 @@ ABORT_EXTENSION = "plosive.close_now"  # ASGI scope extension of `realtime.webso
 logger = logging.getLogger(__name__)
 
 
+class Socket(Protocol):
+    """What a connection needs of a `fastapi.WebSocket`; `realtime.adapters.local` has another."""
+
+    @property
+    def scope(self) -> MutableMapping[str, Any]: ...
+
+    async def receive(self) -> MutableMapping[str, Any]: ...
+
+    async def send_text(self, data: str) -> None: ...
+
+    async def send_bytes(self, data: bytes) -> None: ...
+
+    async def close(self, code: int = 1000, reason: str | None = None) -> None: ...
+
+
 class Backend(Protocol):
     """What a connection may do to the engine's side; implemented by `realtime.hub`."""
 
@@ -55,7 +70,7 @@ class Connection:
 
     def __init__(
         self,
-        websocket: WebSocket,
+        websocket: Socket,
         session: Session,
         engine: Backend,
         config: ServerConfig,

@@ -105,6 +105,10 @@ HTTP_STATUS: dict[str, int] = {
     "invalid_voice": 400,
     "invalid_clip": 422,
     "clip_too_large": 413,
+    "engine_error": 500,
+    "internal_error": 500,
+    "engine_stopped": 503,
+    "shutting_down": 503,
 }
 
 CLOSE_CODE: dict[str, int] = {

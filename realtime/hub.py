@@ -7,13 +7,12 @@ until then no other connection gets it, and every event of the slot goes to that
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from enum import Enum
-
-from fastapi import WebSocket
 
 from realtime.audio_encoder import pre_skip_samples
 from realtime.config import ServerConfig
-from realtime.connection import INTERNAL_ERROR, Connection
+from realtime.connection import INTERNAL_ERROR, Connection, Socket
 from realtime.egress import Egress, LoopEvent
 from realtime.errors import CapacityError, EngineError, PlosiveError, VoiceError
 from realtime.metrics import Metrics
@@ -164,13 +163,18 @@ class Hub:
         """The upgrade failed after `admit`."""
         self.submit(CloseSlot(self._engine.slots.bump(slot)))
 
-    async def serve(self, websocket: WebSocket, slot: SlotRef) -> None:
-        """Run the accepted connection to its end."""
+    async def serve(
+        self,
+        websocket: Socket,
+        slot: SlotRef,
+        find_voice: Callable[[str], VoicePrompt] | None = None,
+    ) -> None:
+        """Run the accepted connection to its end. `find_voice` replaces the voice store."""
         session = Session(
             session_id=secrets.token_hex(8),
             slot=slot,
             info=self._engine.info,
-            find_voice=self._voices.get,
+            find_voice=find_voice or self._voices.get,
             limits=self._limits,
             make_seed=lambda: secrets.randbits(63),
             describe_format=_effective_format,
