@@ -63,24 +63,27 @@ async def test_cancel_gives_no_stale_audio(tmp_path: Path) -> None:
 
 
 async def test_errors_are_raised(tmp_path: Path) -> None:
-    async with serving(tmp_path, make_engine(tmp_path, num_slots=1)) as served:
-        async with open_session(served.hub, wire.SessionStart(voice="nobody")) as session:
-            with pytest.raises(PlosiveError, match="there is no voice 'nobody'") as refused:
-                await session.receive()
-            assert refused.value.code == "voice_not_found" and not refused.value.fatal
-            await session.send(PCM)  # the session is as it was
-            assert isinstance(await session.receive(), wire.SessionReady)
-            with pytest.raises(CapacityError):
-                async with open_session(served.hub, PCM):
-                    pass
-            served.engine.die()
-            with pytest.raises(PlosiveError, match="died") as failed:
-                await until(session, wire.TurnDone)
-            assert failed.value.fatal
-            with pytest.raises(ConnectionLost):
-                await session.receive()
-            with pytest.raises(ConnectionLost):
-                await session.append(1, TEXT)
+    start = wire.SessionStart(voice="nobody")
+    async with (
+        serving(tmp_path, make_engine(tmp_path, num_slots=1)) as served,
+        open_session(served.hub, start) as session,
+    ):
+        with pytest.raises(PlosiveError, match="there is no voice 'nobody'") as refused:
+            await session.receive()
+        assert refused.value.code == "voice_not_found" and not refused.value.fatal
+        await session.send(PCM)  # the session is as it was
+        assert isinstance(await session.receive(), wire.SessionReady)
+        with pytest.raises(CapacityError):
+            async with open_session(served.hub, PCM):
+                pass
+        served.engine.die()
+        with pytest.raises(PlosiveError, match="died") as failed:
+            await until(session, wire.TurnDone)
+        assert failed.value.fatal
+        with pytest.raises(ConnectionLost):
+            await session.receive()
+        with pytest.raises(ConnectionLost):
+            await session.append(1, TEXT)
 
 
 async def test_a_closed_session_ends_the_iteration(tmp_path: Path) -> None:
@@ -111,14 +114,16 @@ async def test_who_does_not_take_pauses_its_own_stream(tmp_path: Path) -> None:
 
 
 async def test_who_never_takes_loses_the_slot(tmp_path: Path) -> None:
-    async with serving(tmp_path, write_stall_s=0.05) as served:
-        async with open_session(served.hub, PCM) as session:
-            await session.append(1, TEXT)
-            await session.commit(1)
-            await served.until_free()
-            with pytest.raises(ConnectionLost) as lost:
-                await until(session, wire.TurnDone)
-            assert lost.value.close_code == 4001
+    async with (
+        serving(tmp_path, write_stall_s=0.05) as served,
+        open_session(served.hub, PCM) as session,
+    ):
+        await session.append(1, TEXT)
+        await session.commit(1)
+        await served.until_free()
+        with pytest.raises(ConnectionLost) as lost:
+            await until(session, wire.TurnDone)
+        assert lost.value.close_code == 4001
 
 
 @pytest.mark.parametrize("num_steps", range(6))
@@ -142,10 +147,12 @@ async def test_cancellation_at_any_step_frees_the_slot(tmp_path: Path, num_steps
 
 async def test_a_voice_of_its_own(tmp_path: Path) -> None:
     voice = VoicePrompt("inline", "what is said", np.zeros((NUM_CODEBOOKS, 9), np.int32))
-    async with serving(tmp_path) as served:
-        async with open_session(served.hub, PCM, find_voice=lambda name: voice) as session:
-            ready = await session.receive()
-            assert isinstance(ready, wire.SessionReady) and ready.voice == "inline"
+    async with (
+        serving(tmp_path) as served,
+        open_session(served.hub, PCM, find_voice=lambda name: voice) as session,
+    ):
+        ready = await session.receive()
+        assert isinstance(ready, wire.SessionReady) and ready.voice == "inline"
 
 
 async def test_an_admitted_slot_and_long_text(tmp_path: Path) -> None:
