@@ -8,6 +8,8 @@
 """
 
 from clients.decode import Decoder, decode_turn, to_int16
+from clients.interruption import Interruption
+from clients.reconnect import Reconnect
 from clients.save import save
 from clients.session import Session, connect
 from clients.turn import Speech, Timings, Turn
@@ -43,8 +45,10 @@ __all__ = [
     "Decoder",
     "EffectiveFormat",
     "EngineError",
+    "Interruption",
     "PlosiveError",
     "ProtocolError",
+    "Reconnect",
     "Sampling",
     "Session",
     "SessionError",

@@ -124,12 +124,12 @@ class ClientProtocol:
 
     def cancel(self, turn_id: int, played_ms: float | None) -> list[str]:
         """From here on no audio of the turn comes out of `receive`. Sends nothing for a turn that
-        failed or was cancelled already, or of which the server has heard nothing."""
+        failed or was cancelled already, or of which the server has heard nothing or hears no more."""
         turn = self._turns.get(turn_id)
         if turn is None or turn.is_cancelled:
             return []
         turn.is_cancelled, turn.played_ms = True, played_ms
-        if not turn.text and not turn.is_committed:
+        if self._failure is not None or (not turn.text and not turn.is_committed):
             return []
         return [wire.encode(wire.TurnCancel(turn_id=turn_id, played_ms=played_ms))]
 
@@ -284,13 +284,31 @@ class ClientProtocol:
     def _fail(self, make_error: Callable[[], PlosiveError]) -> list[Routed]:
         """End the session and every turn in it, each with an exception of its own."""
         self._failure = make_error
-        turns, self._turns = self._turns, {}
-        ended: list[Routed] = [
-            ForTurn(turn_id, make_error())
-            for turn_id, turn in turns.items()
+        ended = {
+            turn_id: turn
+            for turn_id, turn in self._turns.items()
             if turn.is_cancelled or not turn.is_done
+        }
+        for turn_id in ended:
+            del self._turns[turn_id]
+        failed = [
+            ForTurn(turn_id, _of_turn(make_error(), turn_id, turn))
+            for turn_id, turn in ended.items()
         ]
-        return [*ended, ForSession(make_error())]
+        return [*failed, ForSession(make_error())]
+
+
+def _of_turn(error: PlosiveError, turn_id: int, turn: _Turn) -> PlosiveError:
+    """A lost connection says how far each turn had come."""
+    if isinstance(error, ConnectionLost):
+        spoken = f", which say {turn.spoken[-1].text!r}" if turn.spoken else ""
+        audio_ms = turn.num_packets * wire.PACKET_MS
+        error.message += (
+            f"; of turn {turn_id}, {turn.num_packets} packets ({audio_ms} ms) had come{spoken}"
+        )
+        error.args = (error.message,)
+        error.turn_id = turn_id
+    return error
 
 
 def error_from(message: wire.Error) -> PlosiveError:

@@ -1,23 +1,20 @@
-"""The asynchronous client: one WebSocket, one reader task, any number of turns."""
+"""The asynchronous client: one session, any number of turns, over one connection at a time."""
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
-from websockets.asyncio.client import ClientConnection
-from websockets.asyncio.client import connect as open_websocket
-from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
-from websockets.typing import Subprotocol
-
-from clients.address import is_loopback, refusal, retry_after_s, websocket_url
-from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
+from clients.address import websocket_url
+from clients.interruption import Interruption, interrupt
+from clients.link import Link, open_link
+from clients.protocol import ClientProtocol, SessionEvent
+from clients.reconnect import Attempts, Reconnect
 from clients.turn import MAX_BUFFERED_EVENTS, Speech, TextSource, Turn
 from realtime.errors import ConnectionFailed, PlosiveError
 from realtime.wire import (
-    SUBPROTOCOL,
     AudioFormat,
     EffectiveFormat,
     Sampling,
@@ -31,22 +28,35 @@ from realtime.wire import (
 
 _OPUS_24_KHZ = AudioFormat()
 _MODEL_SAMPLING = Sampling()
+NEVER = Reconnect(max_attempts=0)
+
+OnEvent = Callable[[Link, SessionEvent], None]
+OpenLink = Callable[[SessionStart, OnEvent], Awaitable[tuple[Link, SessionReady]]]
 
 
 class Session:
     """An open session with its voice prefilled. Made by `connect`."""
 
-    ready: SessionReady  # of the start or the latest update
+    ready: SessionReady  # of the start, the latest update or the latest reconnection
     ready_ms: float  # connect() called -> session.ready
 
-    def __init__(self, websocket: ClientConnection, protocol: ClientProtocol) -> None:
-        self.protocol = protocol
+    def __init__(self, open_link: OpenLink, start: SessionStart, reconnect: Reconnect) -> None:
         self.warnings: deque[Warn] = deque(maxlen=100)  # those that belong to no turn
-        self._websocket = websocket
-        self._turns: WeakValueDictionary[int, Turn] = WeakValueDictionary()
-        self._answer: asyncio.Future[SessionReady] | None = None  # start or update in flight
+        self.num_reconnects = 0
+        self._open_link = open_link
+        self._start = start
+        self._attempts = Attempts(reconnect)
+        self._link: Link  # the latest; set by `open`
+        self._turns: WeakSet[Turn] = WeakSet()
+        self._reopening: asyncio.Task[None] | None = None
+        self._failure: PlosiveError | None = None  # why it was not opened again
         self._unclaimed: PlosiveError | None = None
-        self._reader = asyncio.create_task(self._read())
+        self._is_closing = False
+
+    @property
+    def protocol(self) -> ClientProtocol:
+        """Of the latest connection."""
+        return self._link.protocol
 
     @property
     def format(self) -> EffectiveFormat:
@@ -63,8 +73,11 @@ class Session:
         if self._unclaimed is not None:
             error, self._unclaimed = self._unclaimed, None
             raise error
-        self.protocol.check_open()
-        return Turn(self.protocol, self._register, self._send, MAX_BUFFERED_EVENTS)
+        if not self._is_reopening:
+            self._check_open()
+        turn = Turn(self._open_channel, MAX_BUFFERED_EVENTS)
+        self._turns.add(turn)
+        return turn
 
     def say(self, text: TextSource) -> Speech:
         """Say a text, or an (async) iterator of pieces of it, as one turn.
@@ -79,6 +92,29 @@ class Session:
             PlosiveError: from the loop, whatever keeps the turn from being said to its end.
         """
         return Speech(self.turn(), text)
+
+    async def interrupt(self, played_ms: float | None = None) -> Interruption:
+        """Barge-in: cancel what is being said and all that waits behind it.
+
+        If every turn is done, the latest is cancelled, because it may still be playing.
+        `played_ms` is how much was heard of the first of them; None leaves it to the server's
+        estimate. (`clients.Player.interrupt` knows both by itself.)
+
+        Example:
+            heard = await session.interrupt(played_ms=player_position_ms)
+            history.append(assistant=heard.spoken_text)
+
+        Returns:
+            `spoken_text` and `remaining_text`, and the account of each turn.
+
+        Raises:
+            PlosiveError: what ended one of the turns, or the session, otherwise.
+        """
+        turns = self._interruptible()
+        behind_ms = None if played_ms is None else 0.0
+        return await interrupt(
+            [(turn, behind_ms if i else played_ms) for i, turn in enumerate(turns)]
+        )
 
     async def update(
         self,
@@ -97,94 +133,92 @@ class Session:
         update = SessionUpdate(
             voice=voice, prompt=prompt, sampling=sampling, max_lead_ms=max_lead_ms
         )
-        self.ready = await self._ask(encode(update))
+        link = await self._open_channel()
+        self.ready = await link.ask(encode(update))
+        changes = {field: getattr(update, field) for field in update.model_fields_set - {"type"}}
+        kept = {field: value for field, value in changes.items() if value is not None}
+        self._start = self._start.model_copy(update=kept)
         return self.ready
 
     async def close(self) -> None:
         """Let the server finish what is committed, then close. Turns deliver until they end."""
+        self._is_closing = True
         if not self.protocol.has_failed:
-            await self._send([encode(SessionClose())])
-        await asyncio.wait([self._reader])
+            await self._link.send([encode(SessionClose())])
+        await asyncio.wait([self._link.reader])
 
-    async def start(self, started_s: float) -> None:
+    async def open(self, started_s: float) -> None:
         """Called once by `connect`."""
-        self.ready = await self._ask(self.protocol.start_frame)
+        await self._open()
         self.ready_ms = 1000.0 * (time.perf_counter() - started_s)
 
     async def drop(self) -> None:
         """Close the socket now, whatever is under way."""
-        await self._websocket.close()
-        await self._reader
+        self._is_closing = True
+        if self._reopening is not None:
+            self._reopening.cancel()
+            await asyncio.wait([self._reopening])
+        await self._link.drop()
 
-    def _register(self, turn: Turn) -> int:
-        turn_id = self.protocol.open_turn()
-        self._turns[turn_id] = turn
-        return turn_id
+    @property
+    def _is_reopening(self) -> bool:
+        return self._reopening is not None and not self._reopening.done()
 
-    async def _ask(self, frame: str) -> SessionReady:
-        """Send what `session.ready` answers."""
-        while self._answer is not None:
-            await asyncio.wait([self._answer])
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         self.protocol.check_open()
-        self._answer = asyncio.get_running_loop().create_future()
-        try:
-            await self._send([frame])
-            return await self._answer
-        finally:
-            self._answer = None
 
-    async def _send(self, frames: list[str]) -> None:
-        try:
-            for frame in frames:
-                await self._websocket.send(frame)
-        except ConnectionClosed:
-            await asyncio.wait([self._reader])
-            self.protocol.check_open()
+    async def _open_channel(self) -> Link:
+        """The connection; where it is being opened again, wait for that."""
+        while self._reopening is not None and not self._reopening.done():
+            await asyncio.wait([self._reopening])
+        self._check_open()
+        return self._link
 
-    async def _read(self) -> None:
-        websocket = self._websocket
-        try:
-            while not self.protocol.has_failed:
-                frame = await websocket.recv()
-                now_s = time.perf_counter()
-                for routed in self.protocol.receive(frame):
-                    self._route(routed, now_s)
-                for reply in self.protocol.take_replies():
-                    await websocket.send(reply)
-            await websocket.close()
-        except ConnectionClosed:
-            pass
-        finally:
-            lost = self.protocol.connection_lost(websocket.close_code, websocket.close_reason or "")
-            for routed in lost:
-                self._route(routed, time.perf_counter())
+    async def _open(self) -> None:
+        self._link, self.ready = await self._open_link(self._start, self._on_event)
+        self.protocol.check_open()
 
-    def _route(self, routed: Routed, now_s: float) -> None:
-        if isinstance(routed, ForSession):
-            self._on_session_event(routed.event)
+    async def _reopen(self, delay_s: float | None) -> None:
+        while delay_s is not None:
+            await asyncio.sleep(delay_s)
+            try:
+                await self._open()
+            except PlosiveError as error:
+                self._failure = error
+                delay_s = self._attempts.next_delay_s(error)
+            else:
+                self._failure = None
+                self.num_reconnects += 1
+                return
+
+    def _on_event(self, link: Link, event: SessionEvent) -> None:
+        if isinstance(event, Warn):
+            self.warnings.append(event)
+        if not isinstance(event, PlosiveError) or link is not getattr(self, "_link", None):
             return
-        turn = self._turns.get(routed.turn_id)
-        if turn is not None:
-            turn.deliver(routed.event, now_s)
-
-    def _on_session_event(self, event: SessionEvent) -> None:
-        waiting = self._answer if self._answer and not self._answer.done() else None
-        match event:
-            case SessionReady() if waiting:
-                waiting.set_result(event)
-            case Warn():
-                self.warnings.append(event)
-            case PlosiveError() if waiting:
-                waiting.set_exception(event)
-            case PlosiveError() if not self.protocol.has_failed:
-                self._on_unclaimed(event)
+        if not link.protocol.has_failed:
+            self._on_unclaimed(event)
+        elif not self._is_closing and not self._is_reopening:
+            if link.has_spoken:
+                self._attempts.spoke()
+            delay_s = self._attempts.next_delay_s(event)
+            if delay_s is not None:
+                self._reopening = asyncio.create_task(self._reopen(delay_s))
 
     def _on_unclaimed(self, error: PlosiveError) -> None:
         """An error that names no turn fails every turn that is not over, or the next one."""
-        live = [turn for turn in self._turns.values() if not turn.is_over]
+        live = [turn for turn in self._link.turns.values() if not turn.is_over]
         for turn in live:
             turn.fail(error)
         self._unclaimed = None if live else error
+
+    def _interruptible(self) -> list[Turn]:
+        """In speaking order: all that is still to be read or spoken, or else the latest."""
+        turns = sorted(self._turns, key=lambda turn: turn.opened_s or float("inf"))
+        live = [turn for turn in turns if turn.is_pending]
+        return live or [turn for turn in turns if turn.is_done][-1:]
 
 
 @asynccontextmanager
@@ -197,11 +231,16 @@ async def connect(
     sampling: Sampling = _MODEL_SAMPLING,
     max_lead_ms: int | None = None,
     open_timeout_s: float = 30.0,
+    reconnect: Reconnect = NEVER,
 ) -> AsyncIterator[Session]:
     """Open a session; the block begins when voice and prompt are prefilled.
 
     `url` is the server ("http://host:8765", "ws://host:8765") or the full address of its endpoint.
     `voice` None is the server's default voice. Leaving the block closes the socket.
+
+    With `reconnect`, a connection that is lost is opened again in the background, with the voice
+    and the prompt in force; the turns that were under way fail with ConnectionLost, which says how
+    far they had come, and later ones wait until it is open. The first opening is not tried again.
 
     Example:
         async with connect("http://localhost:8765", voice="af_heart") as session:
@@ -214,51 +253,23 @@ async def connect(
         PlosiveError: the server refused the session otherwise.
     """
     started_s = time.perf_counter()
+    address = websocket_url(url)
     start = SessionStart(
         voice=voice, prompt=prompt, format=format, sampling=sampling, max_lead_ms=max_lead_ms
     )
-    try:
-        async with asyncio.timeout(open_timeout_s):
-            session = Session(await _open(websocket_url(url)), ClientProtocol(start))
-            try:
-                await session.start(started_s)
-            except BaseException:
-                await session.drop()
-                raise
-    except TimeoutError as error:
-        raise ConnectionFailed(
-            f"{url} did not get a session ready within {open_timeout_s:g} s"
-        ) from error
+
+    async def open_in_time(start: SessionStart, on_event: OnEvent) -> tuple[Link, SessionReady]:
+        try:
+            async with asyncio.timeout(open_timeout_s):
+                return await open_link(address, start, on_event)
+        except TimeoutError as error:
+            raise ConnectionFailed(
+                f"{url} did not get a session ready within {open_timeout_s:g} s"
+            ) from error
+
+    session = Session(open_in_time, start, reconnect)
+    await session.open(started_s)
     try:
         yield session
     finally:
         await session.drop()
-
-
-async def _open(address: str) -> ClientConnection:
-    try:
-        return await open_websocket(
-            address,
-            subprotocols=[Subprotocol(SUBPROTOCOL)],
-            compression=None,  # audio does not shrink
-            open_timeout=None,
-            close_timeout=2.0,
-            proxy=None if is_loopback(address) else True,
-        )
-    except InvalidStatus as error:
-        raise _refused(error) from error
-    except (OSError, WebSocketException) as error:
-        raise ConnectionFailed(
-            f"cannot connect to {address}: {error}. Is the server up?"
-        ) from error
-
-
-def _refused(error: InvalidStatus) -> ConnectionFailed:
-    response = error.response
-    _, said = refusal(bytes(response.body or b""))
-    return ConnectionFailed(
-        f"the server refused the session with status {response.status_code}"
-        + (f": {said}" if said else ""),
-        status=response.status_code,
-        retry_after_s=retry_after_s(response.headers.get("Retry-After")),
-    )

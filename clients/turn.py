@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, I
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from clients.protocol import ClientProtocol, TurnEvent
 from realtime.errors import PlosiveError, SessionError
@@ -29,7 +29,18 @@ from realtime.wire import (
 MAX_BUFFERED_EVENTS = 600_000 // PACKET_MS
 
 TextSource = str | Iterable[str] | AsyncIterable[str]
-SendFrames = Callable[[list[str]], Awaitable[None]]
+
+
+class Channel(Protocol):
+    """The connection that a turn is spoken over."""
+
+    @property
+    def protocol(self) -> ClientProtocol: ...
+    def register(self, turn: "Turn") -> int: ...
+    async def send(self, frames: list[str]) -> None: ...
+
+
+OpenChannel = Callable[[], Awaitable[Channel]]
 
 
 @dataclass
@@ -81,19 +92,13 @@ class Turn:
                         print(text)
     """
 
-    def __init__(
-        self,
-        protocol: ClientProtocol,
-        register: "Callable[[Turn], int]",
-        send: SendFrames,
-        max_buffered_events: int,
-    ) -> None:
+    def __init__(self, open_channel: OpenChannel, max_buffered_events: int) -> None:
         self.turn_id: int | None = None  # given with the first text: that is the turns' order
         self.timings = Timings()
         self.metrics: TurnMetrics | None = None  # the server's account, with `TurnDone`
-        self._protocol = protocol
-        self._register = register
-        self._send = send
+        self.opened_s: float | None = None  # when it got its id
+        self._open_channel = open_channel
+        self._channel: Channel | None = None
         self._max_buffered_events = max_buffered_events
         self._events: deque[TurnEvent] = deque()
         self._arrived = asyncio.Event()
@@ -105,6 +110,16 @@ class Turn:
         """Done, cancelled or failed: no audio comes any more."""
         return self._outcome is not None
 
+    @property
+    def is_done(self) -> bool:
+        """Said to its end, though perhaps not yet read or played to its end."""
+        return isinstance(self._outcome, TurnDone)
+
+    @property
+    def is_pending(self) -> bool:
+        """Not over, or its end has not been read yet."""
+        return not self.is_over or (self.is_done and bool(self._events))
+
     async def append(self, text: str) -> None:
         """Send a piece of text. Pieces are concatenated verbatim: spaces are the caller's.
 
@@ -112,20 +127,23 @@ class Turn:
             SessionError: code `turn_closed`, if the turn is committed, cancelled or done.
             PlosiveError: what ended the turn or the session.
         """
-        frames = self._protocol.append(self._open(), text)
+        channel, turn_id = await self._opened()
+        frames = channel.protocol.append(turn_id, text)
         if frames and self.timings.first_text_s is None:
             self.timings.first_text_s = time.perf_counter()
-        await self._send(frames)
+        await channel.send(frames)
 
     async def flush(self) -> None:
         """Have spoken what was sent so far, although no clause has ended. Raises like `append`."""
-        await self._send(self._protocol.flush(self._open()))
+        channel, turn_id = await self._opened()
+        await channel.send(channel.protocol.flush(turn_id))
 
     async def commit(self) -> None:
         """Say that no more text comes. Raises like `append`."""
-        frames = self._protocol.commit(self._open())
+        channel, turn_id = await self._opened()
+        frames = channel.protocol.commit(turn_id)
         self.timings.commit_s = time.perf_counter()
-        await self._send(frames)
+        await channel.send(frames)
 
     async def cancel(self, played_ms: float | None = None) -> TurnCancelled:
         """Barge-in: from this call on, no audio comes out of the turn any more.
@@ -139,18 +157,20 @@ class Turn:
         Raises:
             PlosiveError: what ended the turn otherwise.
         """
+        self._raise_failure()
         if isinstance(self._outcome, TurnCancelled):
             return self._outcome
-        turn_id = self._open()
+        if self._channel is None or self.turn_id is None:
+            return self._cancel_unopened()
         if self._events and isinstance(self._outcome, TurnDone):
             self._outcome = None  # nobody has read that it is done: cancelled is its end
         self._events.clear()
         if self._cancelled is None:
             self._cancelled = asyncio.get_running_loop().create_future()
-            frames = self._protocol.cancel(turn_id, played_ms)
+            frames = self._channel.protocol.cancel(self.turn_id, played_ms)
             if not frames:
-                self._finish(self._protocol.account(turn_id))
-            await self._send(frames)
+                self._finish(self._channel.protocol.account(self.turn_id))
+            await self._channel.send(frames)
         return await asyncio.shield(self._cancelled)
 
     async def audio(self) -> AsyncIterator[AudioPacket]:
@@ -187,9 +207,11 @@ class Turn:
         if isinstance(self._outcome, TurnDone | TurnCancelled) and not self._events:
             return
         self._events.clear()
+        if self._channel is None or self.turn_id is None:
+            self._cancel_unopened()
+            return
         with suppress(PlosiveError):  # the session has ended, and the turn with it
-            if self.turn_id is not None:
-                await self._send(self._protocol.cancel(self.turn_id, None))
+            await self._channel.send(self._channel.protocol.cancel(self.turn_id, None))
 
     def fail(self, error: Exception) -> None:
         """End the turn: iterating and every later call raise `error`. A turn that is over, or is
@@ -220,7 +242,8 @@ class Turn:
             self._overflow()
 
     def _overflow(self) -> None:
-        turn_id = self._open()
+        assert self._channel is not None and self.turn_id is not None  # it got events
+        turn_id = self.turn_id
         self._finish(
             SessionError(
                 "receive_buffer_full",
@@ -229,7 +252,7 @@ class Turn:
                 turn_id=turn_id,
             )
         )
-        self._protocol.give_up(turn_id)
+        self._channel.protocol.give_up(turn_id)
 
     def _finish(self, outcome: TurnCancelled | Exception) -> None:
         if isinstance(outcome, TurnCancelled) and not self.is_over:
@@ -244,12 +267,28 @@ class Turn:
             self._cancelled.set_exception(outcome)
             self._cancelled.exception()  # counts as retrieved if the canceller has left
 
-    def _open(self) -> int:
+    async def _opened(self) -> tuple[Channel, int]:
+        """The channel and the id; both are given with the first text."""
         self._raise_failure()
-        self._protocol.check_open()
-        if self.turn_id is None:
-            self.turn_id = self._register(self)
-        return self.turn_id
+        channel = self._channel or await self._open_channel()
+        if self._channel is None or self.turn_id is None:
+            self._raise_failure()
+            if self._outcome is not None:
+                raise SessionError(
+                    "turn_closed",
+                    "the turn was cancelled before it began; open another with turn()",
+                )
+            self._channel, self.turn_id = channel, channel.register(self)
+            self.opened_s = time.perf_counter()
+        self._channel.protocol.check_open()
+        return self._channel, self.turn_id
+
+    def _cancel_unopened(self) -> TurnCancelled:
+        """The server has heard nothing of the turn, and never will."""
+        account = TurnCancelled(turn_id=0, spoken_text="", remaining_text="", played_ms=0.0)
+        if not self.is_over:
+            self._finish(account)
+        return account
 
     def _raise_failure(self) -> None:
         if isinstance(self._outcome, Exception):

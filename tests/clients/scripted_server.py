@@ -116,6 +116,7 @@ class ScriptedServer:
     url: str
     peers: list[Peer] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
+    refusal: Response | None = None  # given instead of the upgrade
 
     @property
     def received(self) -> list[ClientMessage]:
@@ -127,7 +128,7 @@ async def scripted_server(
     script: Script, *, refusal: Response | None = None, port: int = 0
 ) -> AsyncIterator[ScriptedServer]:
     """Run `script` for every connection; a script that fails fails the test that runs it."""
-    scripted = ScriptedServer(url="")
+    scripted = ScriptedServer(url="", refusal=refusal)
 
     async def handle(socket: ServerConnection) -> None:
         peer = Peer(socket)
@@ -143,7 +144,7 @@ async def scripted_server(
         if request.path == "/v1/voices":
             voices = [{"name": name, "is_builtin": True} for name in ("ann", "bob")]
             return respond(200, json.dumps({"voices": voices, "default": "ann"}))
-        return refusal
+        return scripted.refusal
 
     server: Server = await serve(
         handle,

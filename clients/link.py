@@ -1,0 +1,149 @@
+"""One connection: its socket, its protocol, its reader task, and the turns opened on it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+from websockets.asyncio.client import ClientConnection
+from websockets.asyncio.client import connect as open_websocket
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+from websockets.typing import Subprotocol
+
+from clients.address import is_loopback, refusal, retry_after_s
+from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
+from clients.turn import Turn
+from realtime.errors import ConnectionFailed, PlosiveError
+from realtime.wire import SUBPROTOCOL, SessionReady, SessionStart
+
+
+class Link:
+    """An open connection. `on_event` gets what belongs to no turn, except answers to `ask`."""
+
+    def __init__(
+        self,
+        websocket: ClientConnection,
+        start: SessionStart,
+        on_event: Callable[["Link", SessionEvent], None],
+    ) -> None:
+        self.protocol = ClientProtocol(start)
+        self.turns: WeakValueDictionary[int, Turn] = WeakValueDictionary()
+        self.has_spoken = False  # a turn got something other than an error
+        self._websocket = websocket
+        self._on_event = on_event
+        self._answer: asyncio.Future[SessionReady] | None = None  # start or update in flight
+        self.reader = asyncio.create_task(self._read())
+
+    def register(self, turn: Turn) -> int:
+        turn_id = self.protocol.open_turn()
+        self.turns[turn_id] = turn
+        return turn_id
+
+    async def ask(self, frame: str) -> SessionReady:
+        """Send what `session.ready` answers."""
+        while self._answer is not None:
+            await asyncio.wait([self._answer])
+        self.protocol.check_open()
+        self._answer = asyncio.get_running_loop().create_future()
+        try:
+            await self.send([frame])
+            return await self._answer
+        finally:
+            self._answer = None
+
+    async def send(self, frames: list[str]) -> None:
+        try:
+            for frame in frames:
+                await self._websocket.send(frame)
+        except ConnectionClosed:
+            await asyncio.wait([self.reader])
+            self.protocol.check_open()
+
+    async def drop(self) -> None:
+        """Close the socket now, whatever is under way."""
+        await self._websocket.close()
+        await self.reader
+
+    async def _read(self) -> None:
+        websocket = self._websocket
+        try:
+            while not self.protocol.has_failed:
+                frame = await websocket.recv()
+                now_s = time.perf_counter()
+                for routed in self.protocol.receive(frame):
+                    self._route(routed, now_s)
+                for reply in self.protocol.take_replies():
+                    await websocket.send(reply)
+            await websocket.close()
+        except ConnectionClosed:
+            pass
+        finally:
+            lost = self.protocol.connection_lost(websocket.close_code, websocket.close_reason or "")
+            for routed in lost:
+                self._route(routed, time.perf_counter())
+
+    def _route(self, routed: Routed, now_s: float) -> None:
+        if isinstance(routed, ForSession):
+            self._on_session_event(routed.event)
+            return
+        self.has_spoken |= not isinstance(routed.event, PlosiveError)
+        turn = self.turns.get(routed.turn_id)
+        if turn is not None:
+            turn.deliver(routed.event, now_s)
+
+    def _on_session_event(self, event: SessionEvent) -> None:
+        waiting = self._answer if self._answer and not self._answer.done() else None
+        if waiting and isinstance(event, SessionReady):
+            waiting.set_result(event)
+            return
+        if waiting and isinstance(event, PlosiveError):
+            waiting.set_exception(event)
+            if not self.protocol.has_failed:
+                return
+        self._on_event(self, event)
+
+
+async def open_link(
+    address: str, start: SessionStart, on_event: Callable[[Link, SessionEvent], None]
+) -> tuple[Link, SessionReady]:
+    """Connect and start a session.
+
+    Raises:
+        ConnectionFailed: nobody answers, or the upgrade was refused.
+        PlosiveError: the server refused the session.
+    """
+    link = Link(await _open_websocket(address), start, on_event)
+    try:
+        return link, await link.ask(link.protocol.start_frame)
+    except BaseException:
+        await link.drop()
+        raise
+
+
+async def _open_websocket(address: str) -> ClientConnection:
+    try:
+        return await open_websocket(
+            address,
+            subprotocols=[Subprotocol(SUBPROTOCOL)],
+            compression=None,  # audio does not shrink
+            open_timeout=None,
+            close_timeout=2.0,
+            proxy=None if is_loopback(address) else True,
+        )
+    except InvalidStatus as error:
+        raise _refused(error) from error
+    except (OSError, WebSocketException) as error:
+        raise ConnectionFailed(
+            f"cannot connect to {address}: {error}. Is the server up?"
+        ) from error
+
+
+def _refused(error: InvalidStatus) -> ConnectionFailed:
+    response = error.response
+    _, said = refusal(bytes(response.body or b""))
+    return ConnectionFailed(
+        f"the server refused the session with status {response.status_code}"
+        + (f": {said}" if said else ""),
+        status=response.status_code,
+        retry_after_s=retry_after_s(response.headers.get("Retry-After")),
+    )

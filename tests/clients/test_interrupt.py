@@ -1,0 +1,96 @@
+"""`Session.interrupt`: everything that is or would be said, in one call."""
+
+from clients import ConnectionLost, TurnCancelled, TurnDone, connect
+from realtime.wire import AudioFormat, TextAppend, TurnCancel, TurnCommit, TurnText
+from tests.clients.scripted_server import Peer, scripted_server, talker
+
+PCM_FORMAT = AudioFormat(codec="pcm_s16le")
+P = b"\0\0" * 480
+
+
+async def two_turns(peer: Peer) -> None:
+    """Speaks of the first of two turns only, and accounts for both when they are cancelled."""
+    await peer.accept()
+    for _ in range(2):
+        await peer.expect(TextAppend)
+        await peer.expect(TurnCommit)
+    await peer.audio(1, [P] * 5)
+    second = await peer.expect(TurnCancel)
+    first = await peer.expect(TurnCancel)
+    assert (first.turn_id, second.turn_id) == (1, 2)
+    await peer.send(
+        TurnCancelled(turn_id=2, spoken_text="", remaining_text="Three.", played_ms=0.0),
+        TurnCancelled(turn_id=1, spoken_text="One. ", remaining_text="Two.", played_ms=80.0),
+    )
+    await peer.until_closed()
+
+
+async def test_all_queued_turns_are_cancelled_the_last_one_first() -> None:
+    async with (
+        scripted_server(two_turns) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+    ):
+        first, second = session.turn(), session.turn()
+        for turn, text in ((first, "One. Two."), (second, "Three.")):
+            await turn.append(text)
+            await turn.commit()
+        await anext(first)
+        heard = await session.interrupt(played_ms=80.0)
+        assert heard.spoken_text == "One. "
+        assert heard.remaining_text == "Two. Three."
+        assert [account.turn_id for account in heard.turns] == [1, 2]
+        assert [type(event) async for event in second] == [TurnCancelled]
+    cancels = [message for message in server.received if isinstance(message, TurnCancel)]
+    assert [cancel.played_ms for cancel in cancels] == [0.0, 80.0]
+
+
+async def test_nothing_to_interrupt() -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        heard = await session.interrupt()
+        assert (heard.turns, heard.spoken_text, heard.remaining_text) == ((), "", "")
+
+
+async def test_a_turn_that_is_done_may_still_play() -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        speeches = [session.say(text) for text in ("one two", "three")]
+        for speech in speeches:
+            assert [packet async for packet in speech]
+        heard = await session.interrupt(played_ms=20.0)
+        assert [account.turn_id for account in heard.turns] == [2]
+        assert heard.remaining_text == "three"
+
+
+async def test_queued_turns_are_spoken_one_after_another() -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        turns = [session.turn() for _ in range(3)]
+        for turn in turns:
+            await turn.append("one two")
+            await turn.commit()
+        for turn in turns:
+            assert [type(event) async for event in turn][-1] is TurnDone
+
+
+async def test_what_still_plays_after_the_connection_is_lost_is_accounted_here() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await peer.expect(TurnCommit)
+        await peer.audio(1, [P] * 2)
+        await peer.send(TurnText(turn_id=1, text="One. ", audio_ms=20.0))
+        await peer.done(1, 2)
+        await peer.expect(TextAppend)
+        await peer.socket.close(1011)
+
+    async with (
+        scripted_server(script) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+    ):
+        said = session.say("One. Two.")
+        assert len([packet async for packet in said]) == 2
+        lost = session.turn()
+        await lost.append("Three.")
+        try:
+            await anext(lost)
+        except ConnectionLost:
+            account = await said.turn.cancel(played_ms=30.0)
+        assert (account.spoken_text, account.remaining_text) == ("One. ", "Two.")
