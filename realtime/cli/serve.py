@@ -105,7 +105,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, whose shutdown begins with the hub's drain. A second signal cuts it short.
+    """uvicorn's server, whose shutdown begins with the hub's drain. A second signal cuts it short,
+    a third the rest.
 
     Signals are not raised again afterwards: a drained server ends with exit code 0.
     """
@@ -124,10 +125,10 @@ class DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._exit.set)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        if self._drain is not None and not self._drain.done():
+            self._loop.call_soon_threadsafe(self._drain.cancel)
+        elif self.should_exit:
             self.force_exit = True
-            if self._drain is not None:
-                self._loop.call_soon_threadsafe(self._drain.cancel)
         self.stop()
 
     async def main_loop(self) -> None:

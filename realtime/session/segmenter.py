@@ -128,9 +128,10 @@ def _last_word_end(text: str, max_chars: int, tags: list[Mark]) -> int:
     end = max_chars
     for border in _WORD_BORDER.finditer(text, 1, max_chars + 1):
         end = min(border.start(), max_chars)
-    while end > 1 and _belongs_to_previous(text[end]):
-        end -= 1
-    return end
+    start = end
+    while start > 1 and _belongs_to_previous(text[start]):
+        start -= 1
+    return start if start > 1 else end  # nothing but marks: one cut is as good as another
 
 
 def _belongs_to_previous(char: str) -> bool:

@@ -88,6 +88,25 @@ def test_announce_serve_and_drain(tmp_path: Path) -> None:
         assert stdout.count("\n") == 1 and stderr == ""
 
 
+def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
+    with process(tmp_path, frame_s=0.1) as (child, announced):
+        ws_url = announced["url"].replace("http", "ws") + wire.PATH
+        with connect(ws_url, subprotocols=[wire.SUBPROTOCOL], proxy=None) as client:
+            client.send(wire.encode(wire.SessionStart()))
+            client.send(wire.encode(wire.TextAppend(turn_id=1, text="A minute of words. " * 60)))
+            client.send(wire.encode(wire.TurnCommit(turn_id=1)))
+            while not isinstance(client.recv(timeout=10), bytes):
+                pass
+            child.send_signal(signal.SIGINT)
+            with pytest.raises(ConnectionClosed):
+                while True:
+                    frame = client.recv(timeout=10)
+                    if isinstance(frame, str) and "session.closing" in frame:
+                        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate(timeout=10)
+        assert (child.returncode, stderr) == (0, "")
+
+
 def test_a_model_that_does_not_warm_up(tmp_path: Path) -> None:
     with process(tmp_path, error="out of memory") as (child, announced):
         stdout, stderr = child.communicate(timeout=10)

@@ -254,6 +254,21 @@ def test_a_turn_of_the_longest_kind_is_cut_in_linear_time():
     assert time.perf_counter() - started_s < 3.0
 
 
+@pytest.mark.parametrize("text", ["\u200d", "\u0301", "e" + "\u0301" * 9_999, "a\u200d", "\ufe0f"])
+def test_a_run_of_marks_is_not_cut_character_by_character(text):
+    class Counting(Segmenter):
+        num_cuts = 0
+
+        def _cut(self, end):
+            self.num_cuts += 1
+            return super()._cut(end)
+
+    segmenter = Counting(SegmentPolicy(100))
+    segmenter.append((text * 10_000)[:10_000])
+    segmenter.flush()
+    assert segmenter.num_cuts <= 10_000 / 100 + 2
+
+
 def test_digits_count_as_the_words_they_are_read_as() -> None:
     policy = SegmentPolicy(max_chars=60)
     text = " ".join("12345" for _ in range(12))
