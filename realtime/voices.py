@@ -171,6 +171,8 @@ class VoiceStore:
     def _read(self, path: Path, *, any_codec: bool) -> VoicePrompt | None:
         _check_name(path.stem)
         description = json.loads(path.with_suffix(".json").read_text("utf-8"))
+        if not isinstance(description, dict):
+            raise ValueError("its description is not a JSON object")
         if not any_codec and description["codec"] != self._codec_id:
             return None
         codes = safetensors.numpy.load(path.read_bytes())["codes"]

@@ -97,8 +97,13 @@ def test_damaged_and_foreign_voices_are_left_alone(
     (folder / "cut.safetensors").write_bytes((folder / "mine.safetensors").read_bytes()[:50])
     (folder / "cut.json").write_text('{"text": "x", "codec": "fake"}')
     (folder / "alone.safetensors").write_bytes((folder / "mine.safetensors").read_bytes())
+    for i, description in enumerate([b"", b"[]", b"null", b'"x"', b"{}", b"\xff", b'{"text": "x"}']):
+        (folder / f"odd{i}.safetensors").write_bytes((folder / "mine.safetensors").read_bytes())
+        (folder / f"odd{i}.json").write_bytes(description)
+    (folder / "folder.safetensors").mkdir()
     assert [info.name for info in make_store(tmp_path).infos()] == ["tone", "mine"]
-    assert "cut.safetensors" in caplog.text and "alone.safetensors" in caplog.text
+    for name in ("cut", "alone", "folder", *(f"odd{i}" for i in range(7))):
+        assert f"{name}.safetensors" in caplog.text
     other = make_store(tmp_path, codec_id="other")
     assert [info.name for info in other.infos()] == ["tone"]
     assert (folder / "mine.safetensors").exists()
