@@ -97,7 +97,9 @@ def test_damaged_and_foreign_voices_are_left_alone(
     (folder / "cut.safetensors").write_bytes((folder / "mine.safetensors").read_bytes()[:50])
     (folder / "cut.json").write_text('{"text": "x", "codec": "fake"}')
     (folder / "alone.safetensors").write_bytes((folder / "mine.safetensors").read_bytes())
-    for i, description in enumerate([b"", b"[]", b"null", b'"x"', b"{}", b"\xff", b'{"text": "x"}']):
+    for i, description in enumerate(
+        [b"", b"[]", b"null", b'"x"', b"{}", b"\xff", b'{"text": "x"}']
+    ):
         (folder / f"odd{i}.safetensors").write_bytes((folder / "mine.safetensors").read_bytes())
         (folder / f"odd{i}.json").write_bytes(description)
     (folder / "folder.safetensors").mkdir()
