@@ -8,7 +8,14 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+)
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -307,7 +314,7 @@ class Speech:
         self._text = text
         self._is_said = False
 
-    async def __aiter__(self) -> AsyncIterator[AudioPacket]:
+    async def __aiter__(self) -> AsyncGenerator[AudioPacket, None]:
         if self._is_said:
             raise RuntimeError("this speech is said already; say() makes another")
         self._is_said = True

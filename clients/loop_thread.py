@@ -1,0 +1,74 @@
+"""An event loop on a thread of its own, for callers that block."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from realtime.errors import ConnectionLost
+
+T = TypeVar("T")
+
+_CANCEL_TIMEOUT_S = 2.0
+
+
+class LoopThread:
+    """Runs coroutines for any number of threads, for as long as the block lasts."""
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._is_open = True
+        self._thread = threading.Thread(target=self._work, name="plosive-client", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._is_open = False
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Wait for what the coroutine returns or raises. Ctrl-C cancels it.
+
+        Raises:
+            ConnectionLost: the block was left already.
+        """
+        if not self._is_open:
+            coroutine.close()
+            raise ConnectionLost("the session was closed here")
+        is_over = threading.Event()
+
+        async def watched() -> T:
+            try:
+                return await coroutine
+            finally:
+                is_over.set()
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            if future.cancel():
+                is_over.wait(_CANCEL_TIMEOUT_S)
+            raise
+
+    def _work(self) -> None:
+        try:
+            self._loop.run_until_complete(self._until_stopped())
+        finally:
+            self._loop.close()
+
+    async def _until_stopped(self) -> None:
+        await self._stopped.wait()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()

@@ -1,0 +1,261 @@
+"""The client for code that blocks: the same session, turns and errors, without `await`.
+
+    from clients.sync import connect
+
+    with connect("http://localhost:8765") as session:
+        for packet in session.say("Hello there."):
+            ...
+
+The asynchronous client runs on a thread of its own underneath. Every object here may be used from
+several threads: one may read a turn while another interrupts it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from types import TracebackType
+from typing import Self, TypedDict, TypeVar, Unpack
+
+import clients.session
+import clients.turn
+from clients.interruption import Interruption
+from clients.loop_thread import LoopThread
+from clients.protocol import TurnEvent
+from clients.reconnect import Reconnect
+from clients.turn import Timings
+from realtime.wire import (
+    AudioFormat,
+    AudioPacket,
+    EffectiveFormat,
+    Sampling,
+    SessionReady,
+    TurnCancelled,
+    TurnMetrics,
+    Warn,
+)
+
+T = TypeVar("T")
+
+
+class ConnectOptions(TypedDict, total=False):
+    """Of `clients.connect`, which explains them."""
+
+    voice: str | None
+    prompt: str
+    format: AudioFormat
+    sampling: Sampling
+    max_lead_ms: int | None
+    open_timeout_s: float
+    reconnect: Reconnect
+
+
+@contextmanager
+def connect(url: str, **options: Unpack[ConnectOptions]) -> Iterator["Session"]:
+    """Open a session; takes the options and raises the errors of `clients.connect`.
+
+    Example:
+        with connect("http://localhost:8765", voice="af_heart") as session:
+            for packet in session.say("Hello there."):
+                player.feed(packet)
+    """
+    with LoopThread() as loop:
+        opening = clients.session.connect(url, **options)
+        session = loop.run(_enter(opening))
+        try:
+            yield Session(session, loop)
+        finally:
+            loop.run(_leave(opening))
+
+
+class Session:
+    """An open session with its voice prefilled. Made by `connect`."""
+
+    def __init__(self, session: clients.session.Session, loop: LoopThread) -> None:
+        self._session = session
+        self._loop = loop
+
+    @property
+    def ready(self) -> SessionReady:
+        """Of the start, the latest update or the latest reconnection."""
+        return self._session.ready
+
+    @property
+    def ready_ms(self) -> float:
+        """connect() called -> session.ready."""
+        return self._session.ready_ms
+
+    @property
+    def format(self) -> EffectiveFormat:
+        """The format that really flows; `clients.Decoder` takes it."""
+        return self._session.format
+
+    @property
+    def warnings(self) -> deque[Warn]:
+        """Those that belong to no turn."""
+        return self._session.warnings
+
+    def turn(self) -> "Turn":
+        """A new turn; several may be open at once. Raises like `clients.Session.turn`."""
+        return Turn(self._loop.run(_call(self._session.turn)), self._loop)
+
+    def say(self, text: str | Iterable[str]) -> "Speech":
+        """Say a text, or an iterator of pieces of it, as one turn.
+
+        The text is sent when iteration begins; an iterator is read on another thread.
+
+        Example:
+            for packet in session.say(word + " " for word in words):
+                player.feed(packet)
+
+        Raises:
+            PlosiveError: from the loop, whatever keeps the turn from being said to its end.
+        """
+        source = text if isinstance(text, str) else _read_in_thread(text)
+        return Speech(self.turn(), source)
+
+    def interrupt(self, played_ms: float | None = None) -> Interruption:
+        """Cancel all that is being said, from any thread. Raises like
+        `clients.Session.interrupt`.
+
+        Example:
+            heard = session.interrupt(played_ms=640)
+            print(heard.spoken_text, "|", heard.remaining_text)
+        """
+        return self._loop.run(self._session.interrupt(played_ms))
+
+    def update(
+        self,
+        *,
+        voice: str | None = None,
+        prompt: str | None = None,
+        sampling: Sampling | None = None,
+        max_lead_ms: int | None = None,
+    ) -> SessionReady:
+        """Change what the next turn uses; what is left out stays. Raises like
+        `clients.Session.update`."""
+        update = self._session.update(
+            voice=voice, prompt=prompt, sampling=sampling, max_lead_ms=max_lead_ms
+        )
+        return self._loop.run(update)
+
+    def close(self) -> None:
+        """Let the server finish what is committed, then close. Turns deliver until they end."""
+        self._loop.run(self._session.close())
+
+
+class Turn:
+    """One reply. Made by `Session.turn`; `clients.Turn` explains it.
+
+    Example:
+        with session.turn() as turn:
+            turn.append("Hello. ")
+            turn.commit()
+            for event in turn:
+                ...
+    """
+
+    def __init__(self, turn: clients.turn.Turn, loop: LoopThread) -> None:
+        self.asynchronous = turn
+        self._loop = loop
+
+    @property
+    def turn_id(self) -> int | None:
+        """Given with the first text."""
+        return self.asynchronous.turn_id
+
+    @property
+    def timings(self) -> Timings:
+        return self.asynchronous.timings
+
+    @property
+    def metrics(self) -> TurnMetrics | None:
+        """The server's account, with `TurnDone`."""
+        return self.asynchronous.metrics
+
+    @property
+    def is_over(self) -> bool:
+        """Done, cancelled or failed: no audio comes any more."""
+        return self.asynchronous.is_over
+
+    def append(self, text: str) -> None:
+        """Send a piece of text. Raises like `clients.Turn.append`."""
+        self._loop.run(self.asynchronous.append(text))
+
+    def flush(self) -> None:
+        """Have spoken what was sent so far. Raises like `append`."""
+        self._loop.run(self.asynchronous.flush())
+
+    def commit(self) -> None:
+        """Say that no more text comes. Raises like `append`."""
+        self._loop.run(self.asynchronous.commit())
+
+    def cancel(self, played_ms: float | None = None) -> TurnCancelled:
+        """Barge-in, from any thread. Returns and raises like `clients.Turn.cancel`."""
+        return self._loop.run(self.asynchronous.cancel(played_ms))
+
+    def audio(self) -> Iterator[AudioPacket]:
+        """Only the audio, to the turn's end. Raises like iterating the turn."""
+        return (event for event in self if isinstance(event, AudioPacket))
+
+    def __iter__(self) -> Iterator[TurnEvent]:
+        while True:
+            try:
+                event = self._loop.run(self.asynchronous.__anext__())
+            except StopAsyncIteration:
+                return
+            yield event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._loop.run(self.asynchronous.abandon())
+
+
+class Speech:
+    """A turn that says a text: iterate it for its packets. Made by `Session.say`.
+
+    Leaving the loop early cancels the turn.
+    """
+
+    def __init__(self, turn: Turn, text: clients.turn.TextSource) -> None:
+        self.turn = turn
+        self._speech = clients.turn.Speech(turn.asynchronous, text)
+
+    def __iter__(self) -> Iterator[AudioPacket]:
+        run = self.turn._loop.run
+        packets = aiter(self._speech)
+        try:
+            while (packet := run(_next(packets))) is not None:
+                yield packet
+        finally:
+            run(packets.aclose())
+
+
+async def _enter(opening: AbstractAsyncContextManager[T]) -> T:
+    return await opening.__aenter__()
+
+
+async def _leave(opening: AbstractAsyncContextManager[T]) -> None:
+    await opening.__aexit__(None, None, None)
+
+
+async def _call(function: Callable[[], T]) -> T:
+    """For what must run on the loop's thread."""
+    return function()
+
+
+async def _next(packets: AsyncIterator[AudioPacket]) -> AudioPacket | None:
+    return await anext(packets, None)
+
+
+async def _read_in_thread(text: Iterable[str]) -> AsyncIterator[str]:
+    pieces = iter(text)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
