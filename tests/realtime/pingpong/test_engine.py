@@ -325,6 +325,7 @@ def test_same_seed_same_codes_and_another_seed_others() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_decode_never_waits_for_the_device() -> None:
     with running(tiny_model(device="cuda"), num_slots=4) as (engine, recorder):
         engine.warm_up((voice(0),))
