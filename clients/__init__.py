@@ -4,11 +4,14 @@
         async for packet in session.say("Hello there."):
             ...
 
-`Decoder` turns packets into samples, `save` writes them to a file.
+`Decoder` turns packets into samples, `save` writes them to a file, `Player` lets them be heard.
+`clients.sync` is the same for code that blocks.
 """
 
 from clients.decode import Decoder, decode_turn, to_int16
+from clients.devices import Device, NullDevice, SoundCard
 from clients.interruption import Interruption
+from clients.player import Playback, Player
 from clients.reconnect import Reconnect
 from clients.save import save
 from clients.session import Session, connect
@@ -43,15 +46,20 @@ __all__ = [
     "ConnectionFailed",
     "ConnectionLost",
     "Decoder",
+    "Device",
     "EffectiveFormat",
     "EngineError",
     "Interruption",
+    "NullDevice",
+    "Playback",
+    "Player",
     "PlosiveError",
     "ProtocolError",
     "Reconnect",
     "Sampling",
     "Session",
     "SessionError",
+    "SoundCard",
     "Speech",
     "Timings",
     "Turn",

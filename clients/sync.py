@@ -72,32 +72,32 @@ class Session:
     """An open session with its voice prefilled. Made by `connect`."""
 
     def __init__(self, session: clients.session.Session, loop: LoopThread) -> None:
-        self._session = session
-        self._loop = loop
+        self.asynchronous = session
+        self.loop = loop
 
     @property
     def ready(self) -> SessionReady:
         """Of the start, the latest update or the latest reconnection."""
-        return self._session.ready
+        return self.asynchronous.ready
 
     @property
     def ready_ms(self) -> float:
         """connect() called -> session.ready."""
-        return self._session.ready_ms
+        return self.asynchronous.ready_ms
 
     @property
     def format(self) -> EffectiveFormat:
         """The format that really flows; `clients.Decoder` takes it."""
-        return self._session.format
+        return self.asynchronous.format
 
     @property
     def warnings(self) -> deque[Warn]:
         """Those that belong to no turn."""
-        return self._session.warnings
+        return self.asynchronous.warnings
 
     def turn(self) -> "Turn":
         """A new turn; several may be open at once. Raises like `clients.Session.turn`."""
-        return Turn(self._loop.run(_call(self._session.turn)), self._loop)
+        return Turn(self.loop.run(call(self.asynchronous.turn)), self.loop)
 
     def say(self, text: str | Iterable[str]) -> "Speech":
         """Say a text, or an iterator of pieces of it, as one turn.
@@ -111,8 +111,7 @@ class Session:
         Raises:
             PlosiveError: from the loop, whatever keeps the turn from being said to its end.
         """
-        source = text if isinstance(text, str) else _read_in_thread(text)
-        return Speech(self.turn(), source)
+        return Speech(self.turn(), text_source(text))
 
     def interrupt(self, played_ms: float | None = None) -> Interruption:
         """Cancel all that is being said, from any thread. Raises like
@@ -122,7 +121,7 @@ class Session:
             heard = session.interrupt(played_ms=640)
             print(heard.spoken_text, "|", heard.remaining_text)
         """
-        return self._loop.run(self._session.interrupt(played_ms))
+        return self.loop.run(self.asynchronous.interrupt(played_ms))
 
     def update(
         self,
@@ -134,14 +133,14 @@ class Session:
     ) -> SessionReady:
         """Change what the next turn uses; what is left out stays. Raises like
         `clients.Session.update`."""
-        update = self._session.update(
+        update = self.asynchronous.update(
             voice=voice, prompt=prompt, sampling=sampling, max_lead_ms=max_lead_ms
         )
-        return self._loop.run(update)
+        return self.loop.run(update)
 
     def close(self) -> None:
         """Let the server finish what is committed, then close. Turns deliver until they end."""
-        self._loop.run(self._session.close())
+        self.loop.run(self.asynchronous.close())
 
 
 class Turn:
@@ -246,13 +245,18 @@ async def _leave(opening: AbstractAsyncContextManager[T]) -> None:
     await opening.__aexit__(None, None, None)
 
 
-async def _call(function: Callable[[], T]) -> T:
+async def call(function: Callable[[], T]) -> T:
     """For what must run on the loop's thread."""
     return function()
 
 
 async def _next(packets: AsyncIterator[AudioPacket]) -> AudioPacket | None:
     return await anext(packets, None)
+
+
+def text_source(text: str | Iterable[str]) -> clients.turn.TextSource:
+    """What the asynchronous client takes, of an iterator that may block."""
+    return text if isinstance(text, str) else _read_in_thread(text)
 
 
 async def _read_in_thread(text: Iterable[str]) -> AsyncIterator[str]:

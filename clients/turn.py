@@ -123,6 +123,10 @@ class Turn:
         return isinstance(self._outcome, TurnDone)
 
     @property
+    def has_failed(self) -> bool:
+        return isinstance(self._outcome, Exception)
+
+    @property
     def is_pending(self) -> bool:
         """Not over, or its end has not been read yet."""
         return not self.is_over or (self.is_done and bool(self._events))

@@ -97,10 +97,14 @@ class Peer:
         await self.send(ready(self.format, start.voice or "default"))
         return start
 
-    async def audio(self, turn_id: int, payloads: list[bytes], first_seq: int = 0) -> None:
-        """Send packets of a turn; the last one given is not flagged."""
+    async def audio(
+        self, turn_id: int, payloads: list[bytes], first_seq: int = 0, is_last: bool = False
+    ) -> None:
+        """Send packets of a turn; `is_last` flags the last one given."""
         for seq, payload in enumerate(payloads, first_seq):
-            await self.socket.send(pack_audio(packet(turn_id, seq, payload, self.format)))
+            is_flagged = is_last and seq == first_seq + len(payloads) - 1
+            sent = packet(turn_id, seq, payload, self.format, is_flagged)
+            await self.socket.send(pack_audio(sent))
 
     async def done(self, turn_id: int, num_packets: int, num_samples: int | None = None) -> None:
         await self.send(done(turn_id, num_packets, num_samples))
@@ -267,7 +271,7 @@ async def _talk(peer: Peer, turn_id: int, text: str) -> None:
     samples = tone(num_samples, num_silent=PACKET_SAMPLES)
     payloads = (opus_payloads if peer.format is OPUS else pcm_payloads)(samples)
     await peer.send(TurnStarted(turn_id=turn_id))
-    await peer.audio(turn_id, payloads)
+    await peer.audio(turn_id, payloads, is_last=True)
     await peer.done(turn_id, len(payloads), num_samples)
 
 

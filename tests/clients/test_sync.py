@@ -11,6 +11,7 @@ from clients import (
     AudioPacket,
     ConnectionFailed,
     ConnectionLost,
+    NullDevice,
     Reconnect,
     TurnCancelled,
     TurnDone,
@@ -20,6 +21,7 @@ from clients import (
 )
 from clients.loop_thread import LoopThread
 from clients.sync import connect
+from clients.sync_player import Player
 from realtime.wire import AudioFormat, Error, SessionUpdate, TextAppend, TurnCancel, TurnCommit
 from tests.clients.scripted_server import (
     PACKETS_PER_WORD,
@@ -33,6 +35,7 @@ from tests.clients.scripted_server import (
 PCM_FORMAT = AudioFormat(codec="pcm_s16le")
 P = b"\0\0" * 480
 TIMEOUT_S = 10.0
+WORD_MS = 20 * PACKETS_PER_WORD
 
 
 @contextmanager
@@ -258,3 +261,22 @@ def test_ctrl_c_ends_the_wait_and_cancels_the_turn() -> None:
         with pytest.raises(KeyboardInterrupt):
             list(speech)
         assert not speech.turn.is_over  # its account is not waited for
+
+
+def test_the_player() -> None:
+    device = NullDevice()
+    with (
+        served(talker) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+        Player(session, device) as player,
+    ):
+        first, second = player.play("one two"), player.play(iter(["three"]))
+        while first.played_ms < 2 * WORD_MS:
+            device.advance(10)
+        first.wait()
+        heard = player.interrupt()
+        assert second.was_interrupted and not first.was_interrupted
+        assert len(heard.turns) == 1
+        player.wait()
+        second.wait()
+        assert second.turn.is_over
