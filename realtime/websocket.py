@@ -5,6 +5,7 @@ import socket
 from asyncio.transports import BaseTransport
 from typing import Any, cast
 
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.http11 import Request
 
@@ -34,6 +35,12 @@ class PlosiveWebSocket(WebSocketsSansIOProtocol):
         if self.response.status_code == 101:  # the app's task is created but has not run yet
             extensions: dict[Any, Any] = self.scope["extensions"]
             extensions[ABORT_EXTENSION] = self._close_now
+
+    async def send(self, message: ASGISendEvent) -> None:
+        await super().send(message)
+        is_body = message["type"] == "websocket.http.response.body"
+        if is_body and not message.get("more_body", False):
+            self.handshake_complete = True  # or a refusal is logged as a failure of the app
 
     def keepalive_timeout(self) -> None:
         """No pong in time. uvicorn's own close would wait for the transport's buffer to drain, and

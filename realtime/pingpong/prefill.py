@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 _SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # golden ratio: segments of a turn draw unrelated numbers
 _SEED_MASK = (1 << 63) - 1
 _MIN_TEXT_POSITIONS = 64  # of a segment, besides its frames
-MAX_WAITING_COMMANDS = 64  # of one slot; its neighbours have room of their own
+MAX_WAITING_COMMANDS = 256  # of one slot, a long text's; its neighbours have room of their own
 
 
 class PrefillLoop:

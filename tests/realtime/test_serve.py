@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from realtime import wire
@@ -86,6 +86,20 @@ def test_announce_serve_and_drain(tmp_path: Path) -> None:
         assert child.returncode == 0, stderr
         assert stdout.startswith(f"Plosive listening on {url} (model fake, 2 slots, ready in ")
         assert stdout.count("\n") == 1 and stderr == ""
+
+
+def test_a_refused_connection_is_not_an_error_of_the_server(tmp_path: Path) -> None:
+    with process(tmp_path) as (child, announced):
+        ws_url = announced["url"].replace("http", "ws") + wire.PATH
+        with connect(ws_url, proxy=None), connect(ws_url, proxy=None):
+            for _ in range(3):
+                with pytest.raises(InvalidStatus) as refused:
+                    connect(ws_url, proxy=None)
+                assert refused.value.response.status_code == 503
+                assert b"at_capacity" in refused.value.response.body
+        child.send_signal(signal.SIGTERM)
+        _, stderr = child.communicate(timeout=10)
+        assert (child.returncode, stderr) == (0, "")
 
 
 def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
