@@ -100,6 +100,7 @@ HTTP_STATUS: dict[str, int] = {
     "at_capacity": 503,
     "not_ready": 503,
     "voice_not_found": 404,
+    "model_not_found": 404,
     "voice_exists": 409,
     "voice_protected": 403,
     "invalid_voice": 400,

@@ -1,0 +1,84 @@
+"""From an error to an HTTP answer, in the shape that the clients of its path expect.
+
+An adapter names the beginnings of its paths and its shape; every other path has the native one. What
+is refused before a route is reached (no key, no such path, a failure) goes through here as well.
+"""
+
+from collections.abc import Callable, Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from realtime.connection import INTERNAL_ERROR
+from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError
+
+Shape = Callable[[int, PlosiveError], object]  # status, error -> JSON body
+
+_HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def native_shape(status: int, error: PlosiveError) -> object:
+    return {"error": {"code": error.code, "message": error.message, "param": error.param}}
+
+
+class HttpErrors:
+    """`shapes` by the beginning of the path."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self._shapes = shapes
+
+    def respond(
+        self,
+        path: str,
+        error: PlosiveError,
+        *,
+        status: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> JSONResponse:
+        status = status or HTTP_STATUS.get(error.code, 400)
+        content = self._shape(path)(status, error)
+        return JSONResponse(content, status, _headers(error) | dict(headers or {}))
+
+    def install(self, app: FastAPI) -> None:
+        """Answer with this whatever a route raises."""
+
+        @app.exception_handler(PlosiveError)
+        async def plosive_error(request: Request, error: PlosiveError) -> JSONResponse:
+            return self.respond(request.url.path, error)
+
+        @app.exception_handler(RequestValidationError)
+        async def invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
+            first = error.errors()[0]
+            param = ".".join(str(part) for part in first["loc"][1:])
+            refusal = PlosiveError("invalid_request", first["msg"], param=param)
+            return self.respond(request.url.path, refusal)
+
+        @app.exception_handler(HTTPException)
+        async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+            code = _HTTP_CODES.get(error.status_code, "invalid_request")
+            refusal = PlosiveError(code, error.detail)
+            return self.respond(
+                request.url.path, refusal, status=error.status_code, headers=error.headers
+            )
+
+        @app.exception_handler(Exception)
+        async def internal_error(request: Request, error: Exception) -> JSONResponse:
+            failure = PlosiveError("internal_error", INTERNAL_ERROR)
+            return self.respond(request.url.path, failure, status=500)
+
+    def _shape(self, path: str) -> Shape:
+        for beginning, shape in self._shapes.items():
+            if path.startswith(beginning):
+                return shape
+        return native_shape
+
+
+def _headers(error: PlosiveError) -> dict[str, str]:
+    headers = {}
+    if error.code == "clip_too_large":
+        headers["Connection"] = "close"  # or the rest of the body would be read to its end
+    if isinstance(error, CapacityError):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return headers
