@@ -13,6 +13,7 @@ from realtime.connection import INTERNAL_ERROR
 from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError
 from realtime.hub import Hub, State
 from realtime.metrics import CONTENT_TYPE, Metrics
+from realtime.page_routes import page_router
 from realtime.pingpong.api import Engine
 from realtime.voice_routes import VoiceRoutes
 from realtime.voices import VoiceStore
@@ -40,6 +41,7 @@ def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore) -> Fast
     app = FastAPI(title="Plosive", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.hub = hub
     app.include_router(voice_routes.router)
+    app.include_router(page_router())
     _add_realtime(app, hub)
     _add_operations(app, hub, metrics)
     _add_error_handlers(app)

@@ -1,0 +1,429 @@
+"""The page: its files, and what it does in a real browser with the fake engine behind it."""
+
+import contextlib
+import io
+import re
+import tomllib
+import wave
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from realtime.page_routes import ASSETS_PATH, FOLDER, MEDIA_TYPES
+from realtime.pingpong.messages import CancelTurn, OpenSlot
+from tests.fakes import FakeEngine
+from tests.page.browser import CHROMIUM, CTRL, Page, chromium, tab
+from tests.realtime.support import Served, make_engine, serving, session
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FILES = sorted(path.name for path in FOLDER.iterdir())
+LONG_TEXT = "one two three four five six seven eight nine ten. " * 20  # 20 s of the fake voice
+TONE_HZ = 440.0
+
+# ------------------------------------------------------------------------ without a browser
+
+
+async def test_every_file_is_served_with_its_type_and_a_strict_policy(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, served.http() as http:
+        for name in FILES:
+            url = "/" if name == "index.html" else ASSETS_PATH + name
+            response = await http.get(url)
+            assert response.status_code == 200, name
+            assert response.content == (FOLDER / name).read_bytes()
+            assert response.headers["content-type"] == MEDIA_TYPES[Path(name).suffix]
+            assert response.headers["x-content-type-options"] == "nosniff"
+            policy = response.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+            assert "unsafe" not in policy and "*" not in policy and "http" not in policy
+            assert (await http.head(url)).status_code == 200
+        missing = await http.get(ASSETS_PATH + "nothing.js")
+        assert missing.status_code == 404
+        assert missing.json()["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_name_no_other_host_and_nothing_inline(name: str) -> None:
+    text = (FOLDER / name).read_text("utf-8").replace('xmlns="http://www.w3.org/2000/svg"', "")
+    urls = set(re.findall(r"(?:https?:)?//[\w-]+(?:\.[\w-]+)+", text))
+    assert urls <= {"http://127.0.0.1"}  # in a sentence
+    assert not re.search(r"<style|\sstyle=|\son\w+=\"|<script(?![^>]*\ssrc=)", text)
+
+
+def test_files_are_in_the_package() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    patterns = config["tool"]["setuptools"]["package-data"]["*"]
+    assert {f"*{Path(name).suffix}" for name in FILES} <= set(patterns)
+
+
+# ------------------------------------------------------------------------ in a browser
+
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+
+# Before the page's own scripts: an ear at the loudspeaker, and the audio clock's time of each key.
+EAR = """
+const connect = AudioNode.prototype.connect;
+AudioNode.prototype.connect = function (to, ...rest) {
+  if (to instanceof AudioDestinationNode) {
+    window.ear = this.context.createAnalyser();
+    ear.fftSize = 32768;
+    window.heard = new Float32Array(ear.fftSize);
+    connect.call(this, ear);
+  }
+  return connect.call(this, to, ...rest);
+};
+addEventListener("keydown", (event) => {
+  const agoMs = performance.now() - event.timeStamp;
+  if (window.ear) window.pressedS = ear.context.currentTime - agoMs / 1000;
+}, true);
+
+window.until = (test) => new Promise((resolve) => {
+  const look = () => { const found = test(); found ? resolve(found) : setTimeout(look, 5); };
+  look();
+});
+window.listen = () => { ear.getFloatTimeDomainData(heard); return heard; };
+window.isLoud = () => window.ear && listen().slice(-2048).some((sample) => Math.abs(sample) > 0.05);
+window.lastSoundS = () => {
+  const last = listen().findLastIndex((sample) => Math.abs(sample) > 0.001);
+  return ear.context.currentTime - (heard.length - 1 - last) / ear.context.sampleRate;
+};
+window.pitchHz = () => {
+  const levels = new Float32Array(ear.frequencyBinCount);
+  ear.getFloatFrequencyData(levels);
+  return levels.indexOf(Math.max(...levels)) * ear.context.sampleRate / ear.fftSize;
+};
+window.textOf = (id) => document.getElementById(id).textContent;
+"""
+
+
+@pytest.fixture(scope="module")
+def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with chromium(tmp_path_factory.mktemp("profile")) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    devtools: str, served: Served, *, before: str = "", until: str = "!speak.disabled"
+) -> AsyncIterator[Page]:
+    """The page in a tab, ready to speak."""
+    async with tab(devtools) as page:
+        await page.before_load(EAR + before)
+        await page.go(f"http://127.0.0.1:{served.port}/")
+        await page.evaluate(WAIT_FOR_PAGE)
+        await wait(page, until)
+        yield page
+
+
+WAIT_FOR_PAGE = """new Promise((resolve) => {
+  const look = () => document.getElementById("speak") ? resolve() : setTimeout(look, 5);
+  look();
+})"""
+
+
+async def wait(page: Page, condition: str) -> None:
+    await page.evaluate(f"until(() => {condition})")
+
+
+async def write(page: Page, text: str, pace: str = "0") -> None:
+    await page.evaluate(f"pace.value = {pace!r}; text.focus(); text.select()")
+    await page.type(text)
+
+
+async def text_of(page: Page, element_id: str) -> str:
+    found = await page.evaluate(f"textOf({element_id!r})")
+    assert isinstance(found, str)
+    return found
+
+
+@needs_browser
+@pytest.mark.parametrize("codec", ["Opus", "PCM"])
+async def test_it_speaks(devtools: str, tmp_path: Path, codec: str) -> None:
+    before = "delete window.AudioDecoder;" if codec == "PCM" else ""
+    async with serving(tmp_path) as served, opened(devtools, served, before=before) as page:
+        assert (await text_of(page, "connection")).endswith(codec)
+        text = (
+            "A tone of two seconds: it hums, and hums, and hums, and it hums again, and then ends."
+        )
+        await write(page, text, pace="50")
+        await page.press("Enter", CTRL)
+        await wait(page, "isLoud()")
+        await wait(page, "listen().every((sample, i) => i % 1024 || sample !== 0)")  # full of sound
+        assert await page.evaluate("pitchHz()") == pytest.approx(TONE_HZ, abs=3)
+        await wait(page, "textOf('announcer').startsWith('Finished')")
+        assert await text_of(page, "heard") == text
+        (frames,) = served.engine.emitted.values()
+        duration_s = len(frames) / served.engine.info.frame_rate_hz
+        assert f": {duration_s:.1f} s of speech" in await text_of(page, "announcer")
+        figures = [await text_of(page, name) for name in ("ttfa", "sound")]
+        assert all(re.search(r"[\d.,]+ ms", figure) for figure in figures), figures
+        assert await text_of(page, "problem") == ""
+        assert page.complaints == []
+
+
+@needs_browser
+async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        await write(page, "All of it at once.")
+        await page.press("Enter", CTRL)
+        await wait(page, "textOf('announcer').startsWith('Finished')")
+        rows = await page.evaluate(
+            "[...document.querySelectorAll('#stages tr')].map((row) => "
+            "[row.cells[0].textContent, row.cells[2].textContent, row.querySelector('.bar').hidden])"
+        )
+        at_ms = {label: float(ms) for label, ms, _ in rows if ms != "–"}
+        assert [label for label, ms, is_hidden in rows if is_hidden] == [
+            "Prefill done",
+            "First step",
+        ]
+        assert list(at_ms) == [
+            "First word sent",
+            "Text complete (commit)",
+            "First PCM",
+            "First packet sent",
+            "First packet here",
+            "First audible sample",
+        ]
+        stages = list(at_ms.values())
+        assert stages == sorted(stages)
+
+
+@needs_browser
+@pytest.mark.parametrize("key", ["Escape", " "])
+async def test_a_key_silences_it_within_100_ms(devtools: str, tmp_path: Path, key: str) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        await write(page, LONG_TEXT)
+        await page.press("Enter", CTRL)
+        await wait(page, "isLoud() && textOf('heard').length > 20")
+        if key == " ":
+            await page.evaluate("speak.focus()")  # in the text, a space is a space
+        await page.press(key)
+        await wait(page, "ear.context.currentTime > pressedS + 0.4")
+        last_sound_s, pressed_s = await page.evaluate("[lastSoundS(), pressedS]")
+        assert -0.05 < last_sound_s - pressed_s < 0.1
+
+        await wait(page, "textOf('announcer').startsWith('Interrupted')")
+        heard, rest = await text_of(page, "heard"), await text_of(page, "rest")
+        assert heard + rest == LONG_TEXT
+        assert heard.strip() and rest.strip()
+        assert "interrupted at" in await text_of(page, "cut")
+        assert len(served.engine.seen(CancelTurn)) == 1
+        found = re.search(r"after ([\d.]+) s", await text_of(page, "announcer"))
+        assert found is not None
+        played_s = float(found[1])
+        assert len(heard) / 2 * 0.04 == pytest.approx(played_s, abs=0.5)
+
+        await write(page, "And again.")
+        await page.press("Enter", CTRL)
+        await wait(page, "textOf('announcer').startsWith('Finished')")
+        assert await text_of(page, "heard") == "And again."
+        assert page.complaints == []
+
+
+@needs_browser
+async def test_an_interruption_also_ends_text_that_still_comes(
+    devtools: str, tmp_path: Path
+) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        await write(page, LONG_TEXT, pace="15")
+        await page.press("Enter", CTRL)
+        await wait(page, "isLoud()")
+        await page.press("Escape")
+        await wait(page, "textOf('announcer').startsWith('Interrupted')")
+        shown = await text_of(page, "heard") + await text_of(page, "rest")
+        assert shown == LONG_TEXT  # with the words that were never sent
+        sent = sum(len(c.text) for c in served.engine.commands if hasattr(c, "text"))
+        assert sent < len(LONG_TEXT) / 2
+
+
+@needs_browser
+async def test_the_keyboard_is_enough(devtools: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        order = []
+        for _ in range(5):
+            await page.press("Tab")
+            order.append(await page.evaluate("document.activeElement.id || 'summary'"))
+        assert order == ["text", "voice", "pace", "speak", "summary"]
+        await page.press("Enter")
+        assert await page.evaluate("document.querySelector('details').open")
+
+        await write(page, LONG_TEXT)
+        await page.evaluate("speak.focus()")
+        await page.press(" ")
+        await wait(page, "isLoud()")
+        assert await text_of(page, "speak") == "Interrupt"
+        await page.evaluate("text.focus()")
+        await page.press(" ")  # typed, not obeyed
+        assert (await page.evaluate("text.value.length")) == len(LONG_TEXT) + 1
+        assert await text_of(page, "speak") == "Interrupt"
+        await page.evaluate("speak.focus()")
+        await page.press(" ")
+        await wait(page, "textOf('announcer').startsWith('Interrupted')")
+        assert await text_of(page, "speak") == "Speak"
+        assert await page.evaluate("document.activeElement.id") == "speak"
+
+
+@needs_browser
+async def test_every_control_has_a_name(devtools: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        await page.evaluate("document.querySelector('details').open = true")
+        tree = await page.call("Accessibility.getFullAXTree")
+        roles = {"textbox", "combobox", "button", "table", "DisclosureTriangle", "region"}
+        controls = [
+            (node["role"]["value"], node["name"]["value"])
+            for node in tree["nodes"]
+            if not node["ignored"] and node["role"]["value"] in roles
+        ]
+        assert len(controls) >= 9
+        assert all(name for _, name in controls), controls
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [320, 390, 768])
+async def test_small_screens_need_no_sideways_scrolling(
+    devtools: str, tmp_path: Path, width: int
+) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        await page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=True,
+        )
+        await page.evaluate("document.querySelector('details').open = true")
+        await write(page, "A few words, and a wordthatisverylongandstillhastofitintothepage " * 3)
+        await page.press("Enter", CTRL)
+        await wait(page, "isLoud()")
+        await page.press("Escape")
+        await wait(page, "textOf('announcer').startsWith('Interrupted')")
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+# ------------------------------------------------------------------------ errors
+
+
+@needs_browser
+async def test_a_full_server_is_a_sentence_and_speak_tries_again(
+    devtools: str, tmp_path: Path
+) -> None:
+    engine = make_engine(tmp_path, num_slots=1)
+    async with serving(tmp_path, engine) as served:
+        async with session(served), contextlib.AsyncExitStack() as stack:
+            page = await stack.enter_async_context(opened(devtools, served))
+            assert await text_of(page, "problem") == (
+                "The server refused the connection: all its places are taken. Try again shortly."
+            )
+            stack_for_later = stack.pop_all()
+        async with stack_for_later:
+            await served.until_free()
+            await page.evaluate("speak.click()")
+            await wait(page, "isLoud()")
+            assert await text_of(page, "problem") == ""
+
+
+@needs_browser
+async def test_a_failing_engine_is_a_sentence(devtools: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        await write(page, LONG_TEXT)
+        await page.press("Enter", CTRL)
+        await wait(page, "isLoud()")
+        served.engine.die()
+        await wait(page, "textOf('problem')")
+        assert re.fullmatch(r"[A-Z].*[.]", await text_of(page, "problem"))
+        assert await text_of(page, "connection") == "Not connected"
+        assert await text_of(page, "speak") == "Speak"
+
+
+@needs_browser
+async def test_nothing_to_say_is_a_sentence(devtools: str, tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        await page.evaluate("text.value = '  '; speak.click()")
+        assert await text_of(page, "problem") == "Type something to speak first."
+
+
+@needs_browser
+async def test_a_page_that_may_not_play_says_what_to_do(devtools: str, tmp_path: Path) -> None:
+    """A browser gives a page from another machine over plain http no AudioWorklet."""
+    before = "delete window.AudioWorkletNode;"
+    async with (
+        serving(tmp_path) as served,
+        opened(devtools, served, before=before, until="textOf('problem')") as page,
+    ):
+        assert "open the page over https" in await text_of(page, "problem")
+        assert await page.evaluate("speak.disabled")
+
+
+# ------------------------------------------------------------------------ voices
+
+
+def wav(duration_s: float) -> bytes:
+    rate = 16_000
+    pcm = (8_000 * np.sin(np.arange(int(rate * duration_s)) * 0.1)).astype("<i2")
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((1, 2, rate, len(pcm), "NONE", ""))
+        writer.writeframes(pcm.tobytes())
+    return file.getvalue()
+
+
+async def fill_in(page: Page, name: str) -> None:
+    await page.evaluate(
+        "document.querySelector('details').open = true;"
+        f"voiceName.value = {name!r}; voiceText.value = 'What she says.'"
+    )
+
+
+def opened_voices(engine: FakeEngine) -> list[str]:
+    commands = [command for command in engine.commands if isinstance(command, OpenSlot)]
+    return [command.voices[0].name for command in commands]
+
+
+@needs_browser
+async def test_an_uploaded_voice_is_listed_and_spoken_with(devtools: str, tmp_path: Path) -> None:
+    clip, bad_clip = tmp_path / "anna.wav", tmp_path / "bad.wav"
+    clip.write_bytes(wav(1.0))
+    bad_clip.write_bytes(b"no sound at all")
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        assert await page.evaluate("[...voice.options].map((o) => o.value)") == ["tone"]
+        await fill_in(page, "anna")
+        await page.evaluate("addVoice.requestSubmit()")
+        assert await text_of(page, "voiceState") == "Record a clip or choose a file first."
+
+        await page.choose_file("#clip", bad_clip)
+        await page.evaluate("addVoice.requestSubmit()")
+        await wait(page, "textOf('voiceState').startsWith('Not audio')")
+
+        await page.choose_file("#clip", clip)
+        await page.evaluate("addVoice.requestSubmit()")
+        await wait(page, "textOf('voiceState').includes('has been added')")
+        assert await page.evaluate("voice.value") == "anna"
+        await wait(page, "textOf('connection').startsWith('Ready: voice anna')")
+        assert opened_voices(served.engine) == ["tone", "anna"]
+
+
+class AnyClipEngine(FakeEngine):
+    """Takes every clip for a second of sound."""
+
+    clip = b""
+
+    def encode_voice(self, clip: bytes, max_seconds: float) -> np.ndarray:
+        self.clip = clip
+        return super().encode_voice(wav(1.0), max_seconds)
+
+
+@needs_browser
+async def test_a_recorded_voice(devtools: str, tmp_path: Path) -> None:
+    builtin = make_engine(tmp_path).info.builtin_voices_path
+    engine = AnyClipEngine(builtin_voices_path=builtin)
+    async with serving(tmp_path, engine) as served, opened(devtools, served) as page:
+        await fill_in(page, "recorded")
+        await page.evaluate("record.click()")
+        await wait(page, "textOf('record') === 'Stop (1 s)'")
+        await page.evaluate("record.click()")
+        await wait(page, "textOf('voiceState').startsWith('Recorded')")
+        await page.evaluate("addVoice.requestSubmit()")
+        await wait(page, "textOf('voiceState').includes('has been added')")
+        assert engine.clip.startswith(b"\x1a\x45\xdf\xa3")  # WebM, what Chromium records
+        assert page.complaints == []
