@@ -56,7 +56,9 @@ class SoundCard:
             raise OSError(f"cannot open the sound output: {error}") from error
 
     def stop(self) -> None:
+        """After what it has taken was heard: some hundredths of a second."""
         if self._stream is not None:
+            self._stream.stop()
             self._stream.close()
             self._stream = None
 

@@ -15,7 +15,7 @@ class Track:
     """One turn's place in the buffer. `on_over` is called once, by the pulling or clearing thread:
     its last sample was pulled, or it was cleared."""
 
-    def __init__(self, on_over: Callable[[], None]) -> None:
+    def __init__(self, on_over: Callable[[], object]) -> None:
         self.num_played = 0  # samples
         self.num_underruns = 0  # times that it ran dry before its end
         self.is_cleared = False

@@ -131,7 +131,7 @@ class Playback:
         self._decoder = decoder
         self._on_over = on_over
         self._num_decoded = 0
-        self._track = Track(partial(_call_soon, loop, self._set_over))
+        self._track = Track(partial(loop.call_soon_threadsafe, self._set_over))
         buffer.add(self._track)
         self._reader = asyncio.create_task(self._read())
 
@@ -193,8 +193,3 @@ class Playback:
             samples = samples[: max(0, num_samples - self._num_decoded)]
         self._num_decoded += len(samples)
         self._buffer.feed(self._track, samples)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """From the device's thread."""
-    loop.call_soon_threadsafe(function)

@@ -1,25 +1,42 @@
-"""`plosive say`: speak one text through a server, or through one started for it."""
+"""`plosive say`: speak one text through a server, or through one started for it.
+
+It is played where sounddevice is installed and it is not saved.
+"""
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from clients import PlosiveError, Sampling, connect, decode_turn, save
+from clients import (
+    AudioPacket,
+    Decoder,
+    PlosiveError,
+    Sampling,
+    SoundCard,
+    Speech,
+    connect,
+    decode_turn,
+    save,
+)
 from clients.decode import Samples
 from clients.local_server import LocalServer
+from clients.play_buffer import PlayBuffer, Track
 from clients.save import SUFFIXES, check_suffix
 from clients.silence import leading_silence_ms
 
-# Nothing plays it while it is made, so nothing is gained by making it at the speed of playback.
+# Nobody interrupts it, so nothing is gained by making it at the speed of playback.
 MAX_LEAD_MS = 60_000
+PREBUFFER_MS = 60
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="", help="how to say it, where the model can be told")
     parser.add_argument("--seed", type=int, help="the same seed gives the same audio")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"save the audio ({', '.join(SUFFIXES)})"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"save the audio ({', '.join(SUFFIXES)}) "
+        "instead of playing it (which needs sounddevice: pip install 'plosive[audio]')",
     )
     parser.add_argument(
         "--url",
@@ -107,7 +128,10 @@ async def _say(args: argparse.Namespace, url: str, text: str) -> _Said:
         max_lead_ms=MAX_LEAD_MS,
     ) as session:
         speech = session.say(text)
-        packets = [packet async for packet in speech]
+        if _can_play(args):
+            packets = await _play(speech, Decoder(session.format))
+        else:
+            packets = [packet async for packet in speech]
     turn = speech.turn
     samples, sample_rate_hz = np.zeros(0, np.float32), session.format.sample_rate
     generation_ms = 0.0
@@ -116,6 +140,34 @@ async def _say(args: argparse.Namespace, url: str, text: str) -> _Said:
         samples, sample_rate_hz = decode_turn(packets, session.format, turn.metrics.num_samples)
         generation_ms = 1000.0 * (turn.timings.packets_s[-1] - turn.timings.commit_s)
     return _Said(samples, sample_rate_hz, session.ready_ms, turn.timings.ttfa_ms, generation_ms)
+
+
+def _can_play(args: argparse.Namespace) -> bool:
+    return args.out is None and importlib.util.find_spec("sounddevice") is not None
+
+
+async def _play(speech: Speech, decoder: Decoder) -> list[AudioPacket]:
+    """All packets, once the last of them was heard; an output that cannot be opened is no failure."""
+    heard = asyncio.Event()
+    track = Track(partial(asyncio.get_running_loop().call_soon_threadsafe, heard.set))
+    buffer = PlayBuffer(decoder.sample_rate_hz * PREBUFFER_MS // 1000)
+    buffer.add(track)
+    device = SoundCard()
+    try:
+        device.start(decoder.sample_rate_hz, buffer.pull)
+    except OSError as error:
+        print(f"plosive say: not played: {error}", file=sys.stderr)
+        return [packet async for packet in speech]
+    packets = []
+    try:
+        async for packet in speech:
+            packets.append(packet)
+            buffer.feed(track, decoder.decode(packet))
+        buffer.end(track)
+        await heard.wait()
+    finally:
+        device.stop()
+    return packets
 
 
 def _say_locally(args: argparse.Namespace, text: str) -> _Said:

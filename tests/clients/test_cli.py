@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from clients import ConnectionFailed
@@ -60,6 +61,59 @@ async def test_say_uses_a_running_server(capsys) -> None:
 def _run_in_thread(words: tuple[str, ...]) -> int:
     code = f"import sys; from realtime.__main__ import main; sys.exit(main(['say', *{words!r}]))"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+class EagerCard:
+    """Pulls as fast as it can, from a thread of its own."""
+
+    heard: ClassVar[list[np.ndarray]] = []
+
+    def start(self, sample_rate_hz: int, pull) -> None:
+        self.is_open = True
+        self.thread = threading.Thread(target=self._play, args=(sample_rate_hz, pull))
+        self.thread.start()
+
+    def _play(self, sample_rate_hz: int, pull) -> None:
+        while self.is_open:
+            block = np.zeros(sample_rate_hz // 100, np.float32)
+            pull(block)
+            self.heard.append(block)
+
+    def stop(self) -> None:
+        self.is_open = False
+        self.thread.join()
+
+
+class NoCard(EagerCard):
+    def start(self, sample_rate_hz: int, pull) -> None:
+        raise OSError("cannot open the sound output: there is none")
+
+
+@pytest.fixture
+def sounddevice(monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(say, "SoundCard", EagerCard)
+    monkeypatch.setattr(EagerCard, "heard", [])
+
+
+def test_say_plays_where_sounddevice_is_installed(sounddevice, capsys) -> None:
+    assert run(say, "one two three") == 0
+    assert "audio 0.18 s" in capsys.readouterr().out
+    audible = np.flatnonzero(np.concatenate(EagerCard.heard))
+    assert audible[-1] - audible[0] >= 48_000 * 0.15
+
+
+def test_say_saves_instead_of_playing(sounddevice, tmp_path) -> None:
+    assert run(say, "one", "--out", str(tmp_path / "one.wav")) == 0
+    assert not EagerCard.heard
+
+
+def test_say_without_a_sound_output_says_so_and_goes_on(sounddevice, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(say, "SoundCard", NoCard)
+    assert run(say, "one two") == 0
+    output = capsys.readouterr()
+    assert "not played: cannot open the sound output" in output.err
+    assert "audio 0.12 s" in output.out
 
 
 def test_say_reads_standard_input(monkeypatch, capsys) -> None:

@@ -260,6 +260,9 @@ class FakeStream:
     def start(self) -> None:
         self.is_open = True
 
+    def stop(self) -> None:
+        assert self.is_open
+
     def close(self) -> None:
         self.is_open = False
 
