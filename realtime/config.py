@@ -53,6 +53,7 @@ class ServerConfig:
     high_water_ms: int = _option(1_000, "audio the socket has not taken at which a stream pauses")
     low_water_ms: int = _option(500, "... and below which it goes on")
     write_stall_s: float = _option(30.0, "a client that reads nothing for so long is closed (4001)")
+    start_timeout_s: float = _option(30.0, "a connection without session.start closes (4000)")
     idle_timeout_s: float = _option(600.0, "a session without a message or audio closes (4000)")
     idle_warning_s: float = _option(30.0, "how long before that close the client is warned")
     ping_interval_s: float = _option(10.0, "time between WebSocket pings")
@@ -71,8 +72,9 @@ class ServerConfig:
         self._check("max_lead_ms", 40 <= self.max_lead_ms <= cap_ms, f"40 to {cap_ms}")
         top_ms = self.high_water_ms
         self._check("low_water_ms", 0 <= self.low_water_ms < top_ms, f"0 to below {top_ms}")
-        for name in ("max_clip_s", "write_stall_s", "idle_timeout_s", "ping_interval_s"):
+        for name in ("max_clip_s", "write_stall_s", "start_timeout_s", "idle_timeout_s"):
             self._check(name, getattr(self, name) > 0, "more than 0")
+        self._check("ping_interval_s", self.ping_interval_s > 0, "more than 0")
         for name in ("ping_timeout_s", "idle_warning_s", "drain_s"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         levels = ("critical", "error", "warning", "info", "debug")

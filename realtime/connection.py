@@ -1,6 +1,6 @@
 """One client's socket: reads frames, applies the session's actions, writes what waits.
 
-Three tasks in one group: reader, writer, idle watch. The first to end ends the others; whatever the
+Four tasks in one group: reader, writer, start and idle watch. The first to end ends the others; whatever the
 reason, the slot is given up at once. Nothing here waits for another connection or for the engine.
 """
 
@@ -93,7 +93,7 @@ class Connection:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                parts = (self._read, self._write, self._watch_idle)
+                parts = (self._read, self._write, self._watch_start, self._watch_idle)
                 tasks = [group.create_task(self._until_end(part)) for part in parts]
                 await self._ended.wait()
                 for task in tasks:
@@ -238,6 +238,14 @@ class Connection:
         close_now = self._websocket.scope["extensions"].get(ABORT_EXTENSION)
         if close_now is not None:
             close_now(CLOSE_CODE[code], f"nothing was read for {self._config.write_stall_s:g} s")
+
+    async def _watch_start(self) -> None:
+        """Whoever takes a slot says soon what for."""
+        limit_s = self._config.start_timeout_s
+        await asyncio.sleep(limit_s)
+        if not self._session.is_started:
+            self.fail(PlosiveError("idle_timeout", f"no session.start came for {limit_s:g} s"))
+        await asyncio.Event().wait()  # the writer sends the close
 
     async def _watch_idle(self) -> None:
         """Warn once before the limit, close at it. Messages and audio count as activity."""

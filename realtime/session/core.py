@@ -134,6 +134,10 @@ class Session:
         return self._tenant.slot
 
     @property
+    def is_started(self) -> bool:
+        return self.state is not SessionState.AWAITING_START
+
+    @property
     def is_closed(self) -> bool:
         return self.state is SessionState.CLOSED
 

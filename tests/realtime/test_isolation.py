@@ -262,6 +262,21 @@ async def test_a_command_refused_for_good_fails_the_session(tmp_path: Path) -> N
         assert client.heard.of(wire.Error)[-1].code == "engine_stopped"
 
 
+async def test_who_never_starts_gives_the_slot_back(tmp_path: Path) -> None:
+    async with serving(tmp_path, start_timeout_s=0.2) as served:
+        async with session(served) as other, served.connect() as socket:
+            silent = Client(socket)
+            await silent.send(wire.TextFlush(turn_id=1))  # an error, not a start
+            assert (await silent.until(wire.Error)).code == "not_started"
+            error = await silent.until(wire.Error)
+            assert error.fatal and error.code == "idle_timeout"
+            with pytest.raises(ConnectionClosed) as closed:
+                await silent.next()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 4000
+            await other.say(TEXT)
+        await served.until_free()
+
+
 async def test_idle_session_is_warned_and_closed(tmp_path: Path) -> None:
     options = {"idle_timeout_s": 0.3, "idle_warning_s": 0.1}
     async with serving(tmp_path, **options) as served:
