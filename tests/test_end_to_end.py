@@ -23,7 +23,7 @@ from clients import (
     decode_turn,
 )
 from clients.local_server import LocalServer
-from realtime.wire import MAX_TEXT_CHARS
+from realtime.wire import MAX_TEXT_CHARS, MAX_TURN_CHARS
 
 PCM = AudioFormat(codec="pcm_s16le", sample_rate=24_000)
 NUM_SLOTS = 3
@@ -172,6 +172,22 @@ async def test_too_much_text_is_an_error_and_the_session_goes_on(url: str) -> No
                 pass
         assert [packet async for packet in session.say("Still here.")]
         assert MAX_TEXT_CHARS < 200_000
+
+
+async def test_the_longest_turn_at_once_is_taken_and_its_neighbour_speaks(url: str) -> None:
+    text = "Go on, say more of it now. " * (MAX_TURN_CHARS // 27 - 1)
+    async with connect(url, format=PCM) as greedy, connect(url, format=PCM) as other:
+        turn = greedy.turn()
+        await turn.append(text)
+        for word in ("and", "some", "more", "by", "the", "word"):
+            await turn.append(f" {word}")
+        await turn.commit()
+        said = [packet async for packet in other.say("I am still here.")]
+        assert said and said[-1].is_last
+        cancelled = await turn.cancel(played_ms=0)
+        heard = cancelled.spoken_text + cancelled.remaining_text
+        assert heard == text + " and some more by the word"
+        assert [packet async for packet in greedy.say("So am I.")]
 
 
 async def test_more_sessions_than_slots_are_refused_and_a_freed_slot_serves(url: str) -> None:
