@@ -33,6 +33,11 @@ def http_url(url: str, path: str) -> str:
     return urlunsplit((scheme, parts.netloc, path, "", ""))
 
 
+def key_headers(api_key: str | None) -> dict[str, str]:
+    """What a server that needs a key wants to see with every request."""
+    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+
 def is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in _LOOPBACK
 

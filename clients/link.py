@@ -10,7 +10,7 @@ from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.typing import Subprotocol
 
-from clients.address import is_loopback, refusal, retry_after_s
+from clients.address import is_loopback, key_headers, refusal, retry_after_s
 from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
 from clients.turn import Turn
 from realtime.errors import ConnectionFailed, PlosiveError
@@ -104,7 +104,10 @@ class Link:
 
 
 async def open_link(
-    address: str, start: SessionStart, on_event: Callable[[Link, SessionEvent], None]
+    address: str,
+    api_key: str | None,
+    start: SessionStart,
+    on_event: Callable[[Link, SessionEvent], None],
 ) -> tuple[Link, SessionReady]:
     """Connect and start a session.
 
@@ -112,7 +115,7 @@ async def open_link(
         ConnectionFailed: nobody answers, or the upgrade was refused.
         PlosiveError: the server refused the session.
     """
-    link = Link(await _open_websocket(address), start, on_event)
+    link = Link(await _open_websocket(address, api_key), start, on_event)
     try:
         return link, await link.ask(link.protocol.start_frame)
     except BaseException:
@@ -120,11 +123,12 @@ async def open_link(
         raise
 
 
-async def _open_websocket(address: str) -> ClientConnection:
+async def _open_websocket(address: str, api_key: str | None) -> ClientConnection:
     try:
         return await open_websocket(
             address,
             subprotocols=[Subprotocol(SUBPROTOCOL)],
+            additional_headers=key_headers(api_key),
             compression=None,  # audio does not shrink
             open_timeout=None,
             close_timeout=2.0,

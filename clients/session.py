@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypedDict
 from weakref import WeakSet
 
 from clients.address import websocket_url
@@ -57,6 +58,11 @@ class Session:
     def protocol(self) -> ClientProtocol:
         """Of the latest connection."""
         return self._link.protocol
+
+    @property
+    def has_ended(self) -> bool:
+        """Nothing can be said any more, and it is not being opened again."""
+        return not self._is_reopening and self.protocol.has_failed
 
     @property
     def format(self) -> EffectiveFormat:
@@ -221,10 +227,24 @@ class Session:
         return live or [turn for turn in turns if turn.is_done][-1:]
 
 
+class ConnectOptions(TypedDict, total=False):
+    """Of `connect`, for what passes them on."""
+
+    api_key: str | None
+    voice: str | None
+    prompt: str
+    format: AudioFormat
+    sampling: Sampling
+    max_lead_ms: int | None
+    open_timeout_s: float
+    reconnect: Reconnect
+
+
 @asynccontextmanager
-async def connect(
+async def connect(  # noqa: PLR0913 - what a session can be told
     url: str,
     *,
+    api_key: str | None = None,
     voice: str | None = None,
     prompt: str = "",
     format: AudioFormat = _OPUS_24_KHZ,
@@ -236,7 +256,8 @@ async def connect(
     """Open a session; the block begins when voice and prompt are prefilled.
 
     `url` is the server ("http://host:8765", "ws://host:8765") or the full address of its endpoint.
-    `voice` None is the server's default voice. Leaving the block closes the socket.
+    `api_key` is for servers that need one. `voice` None is the server's default voice. Leaving the
+    block closes the socket.
 
     With `reconnect`, a connection that is lost is opened again in the background, with the voice
     and the prompt in force; the turns that were under way fail with ConnectionLost, which says how
@@ -261,7 +282,7 @@ async def connect(
     async def open_in_time(start: SessionStart, on_event: OnEvent) -> tuple[Link, SessionReady]:
         try:
             async with asyncio.timeout(open_timeout_s):
-                return await open_link(address, start, on_event)
+                return await open_link(address, api_key, start, on_event)
         except TimeoutError as error:
             raise ConnectionFailed(
                 f"{url} did not get a session ready within {open_timeout_s:g} s"

@@ -15,17 +15,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
-from typing import Self, TypedDict, TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 import clients.session
 import clients.turn
 from clients.interruption import Interruption
 from clients.loop_thread import LoopThread
 from clients.protocol import TurnEvent
-from clients.reconnect import Reconnect
 from clients.turn import Timings
 from realtime.wire import (
-    AudioFormat,
     AudioPacket,
     EffectiveFormat,
     Sampling,
@@ -38,20 +36,8 @@ from realtime.wire import (
 T = TypeVar("T")
 
 
-class ConnectOptions(TypedDict, total=False):
-    """Of `clients.connect`, which explains them."""
-
-    voice: str | None
-    prompt: str
-    format: AudioFormat
-    sampling: Sampling
-    max_lead_ms: int | None
-    open_timeout_s: float
-    reconnect: Reconnect
-
-
 @contextmanager
-def connect(url: str, **options: Unpack[ConnectOptions]) -> Iterator["Session"]:
+def connect(url: str, **options: Unpack[clients.session.ConnectOptions]) -> Iterator["Session"]:
     """Open a session; takes the options and raises the errors of `clients.connect`.
 
     Example:

@@ -16,7 +16,7 @@ from collections.abc import (
     Callable,
     Iterable,
 )
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -319,13 +319,26 @@ class Speech:
         self._is_said = False
 
     async def __aiter__(self) -> AsyncGenerator[AudioPacket, None]:
+        async with aclosing(self.events()) as events:
+            async for event in events:
+                if isinstance(event, AudioPacket):
+                    yield event
+
+    async def events(self) -> AsyncGenerator[TurnEvent, None]:
+        """The turn's events, as iterating the turn gives them, while the text is sent.
+
+        Example:
+            async with aclosing(session.say("Hello.").events()) as events:
+                async for event in events:
+                    ...
+        """
         if self._is_said:
             raise RuntimeError("this speech is said already; say() makes another")
         self._is_said = True
         sender = asyncio.create_task(self._send())
         try:
-            async for packet in self.turn.audio():
-                yield packet
+            async for event in self.turn:
+                yield event
         finally:
             sender.cancel()
             await asyncio.gather(sender, return_exceptions=True)

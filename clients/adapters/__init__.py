@@ -1,0 +1,1 @@
+"""Plosive inside agent frameworks. Each file needs its framework; nothing imports it by itself."""
