@@ -43,7 +43,8 @@ class VoicePrompt:
 
 @dataclass(frozen=True, slots=True)
 class OpenSlot:
-    """Prefill speaker reference and prompt (or take them from the prefix cache)."""
+    """Prefill speaker reference and prompt (or take them from the prefix cache). A slot that is
+    open already gets the new sampling and lead; its dialogue goes on if voice and prompt stay."""
 
     slot: SlotRef
     voices: tuple[VoicePrompt, ...]

@@ -250,24 +250,31 @@ class PrefillLoop:
             tenant.num_done = 0
         rows = tenant.opening_rows
         key = prefix_key(rows)
-        prefix = self._prefixes.get(key) if tenant.num_done == 0 else None
-        is_cached = prefix is not None
-        if prefix is None:
+        is_cached = tenant.num_done == 0 and self._has_prefix(tenant, key)
+        if not is_cached:
+            tenant.prefix_key = None
             tenant.num_done = self._prefill_chunk(tenant, rows, tenant.num_done, rows.shape[1], 0)
             if tenant.num_done < rows.shape[1]:
                 return
             self._prefixes.add(key, self._cache.snapshot(tenant.slot.idx, rows.shape[1]))
-        else:
-            self._cache.copy_prefix(prefix, tenant.slot.idx)
-        tenant.opening, tenant.opening_rows = None, None
+        is_same = tenant.prefix_key == key  # voice and prompt stay: the dialogue goes on
+        tenant.prefix_key, tenant.prefix_length = key, rows.shape[1]
+        tenant.start_context(tenant.context_length if is_same else tenant.prefix_length)
+        tenant.opening, tenant.opening_rows, tenant.last_turn = None, None, None
         tenant.sampling, tenant.max_lead_ns = opening.sampling, opening.max_lead_ms * 1_000_000
-        tenant.prefix_length = rows.shape[1]
-        tenant.start_context(tenant.prefix_length)
-        tenant.last_turn = None
         if tenant.turn is not None:
             tenant.turn.start_length = tenant.context_length
         prefill_ms = (time.perf_counter_ns() - tenant.opened_at_ns) / 1e6
         self._emit(SlotReady(tenant.slot, prefill_ms, is_cached))
+
+    def _has_prefix(self, tenant: Tenant, key: bytes) -> bool:
+        """Whether the slot's KV begins with the prefix now, without prefilling it."""
+        if tenant.prefix_key == key:
+            return True
+        prefix = self._prefixes.get(key)
+        if prefix is not None:
+            self._cache.copy_prefix(prefix, tenant.slot.idx)
+        return prefix is not None
 
     def checked_prefix_rows(self, voices: tuple[VoicePrompt, ...], prompt: str) -> Tensor:
         """Rows i32 [1+K, T] (host) of the speaker reference and prompt. Callable on any thread.

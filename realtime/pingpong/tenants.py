@@ -73,6 +73,7 @@ class Tenant:
     opening_rows: Tensor | None = None
     opening_after: int | None = None  # the turn that was on when it came; it keeps its voice
     opened_at_ns: int = 0
+    prefix_key: bytes | None = None  # of what the KV begins with
     prefix_length: int = 0
     context_length: int = 0  # prefix, and in dialogue context the exchanges after it
     rows: Tensor | None = None  # i32 [1+K, T] (host), what is (partly) prefilled after the context

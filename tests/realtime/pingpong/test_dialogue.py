@@ -11,13 +11,21 @@ from torch import Tensor
 
 from model.speech_model import SpeechModel
 from realtime.pingpong.engine import PingPongEngine
-from realtime.pingpong.messages import CancelTurn, FramePcm, SegmentEnd
+from realtime.pingpong.messages import (
+    CancelTurn,
+    FramePcm,
+    OpenSlot,
+    SegmentEnd,
+    SlotReady,
+    VoicePrompt,
+)
 from realtime.pingpong.prefill import prefix_rows
 from realtime.pingpong.steps import StepBuffer
 from tests.support.engine import (
     Recorder,
     open_slot,
     running,
+    sampling,
     speak,
     start_turn,
     tiny_model,
@@ -58,6 +66,9 @@ class Dialogue:
             self._exchanges = []
             self.num_resets += 1
         self._exchanges.append(exchange)
+
+    def clear(self) -> None:
+        self._exchanges = []
 
     def cancel(self, turn_id: int, heard_frames: int) -> None:
         num_left = heard_frames - self._num_forgotten.get(turn_id, 0)
@@ -124,6 +135,10 @@ class Talk:
         assert num_missing in (0, 1)
         interrupted.num_in_kv -= num_missing
 
+    def open(self, prompt: VoicePrompt, seed: int) -> None:
+        self._engine.submit(OpenSlot(self.slot, (prompt,), "", sampling(seed), 600_000))
+        self._recorder.wait(SlotReady)
+
     def cancel(self, turn_id: int, heard_frames: int) -> None:
         self.slot = self._engine.slots.bump(self.slot)
         self._engine.submit(CancelTurn(self.slot, turn_id, heard_frames))
@@ -177,6 +192,18 @@ def test_a_turn_that_is_made_but_not_heard_to_its_end_is_rolled_back(num_heard: 
         num_frames = talk.speak("a long reply,", "in two parts.")
         assert num_frames > 1
         talk.cancel(talk.turn_id, num_heard)
+        talk.check()
+
+
+def test_a_dialogue_goes_on_under_new_sampling_and_ends_with_another_voice() -> None:
+    with talking() as talk:
+        talk.speak("hello.")
+        talk.open(voice(), seed=9)
+        talk.speak("again.")
+        talk.check()
+        talk.open(voice(1), seed=9)
+        talk.open(voice(), seed=9)  # the KV holds the other voice by now, or part of it
+        talk.dialogue.clear()
         talk.check()
 
 
