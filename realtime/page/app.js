@@ -171,10 +171,11 @@ player.onEnded = (clock) => {
   if (!isSpeaking()) return;
   turn.clock = clock;
   end({ spokenText: turn.text, isInterrupted: false });
+  if (clock.playedMs === 0) return announce("Nothing was spoken.");
+  const { value, note } = sinceStart("packet_here");
   const { underruns } = clock;
   announce(
-    `Finished: ${seconds(clock.playedMs)} of speech, ${firstPacket().value} ` +
-      `${firstPacket().note} to the first audio, ` +
+    `Finished: ${seconds(clock.playedMs)} of speech, first audio ${value} ${note}, ` +
       `${underruns === 0 ? "no" : underruns} ${underruns === 1 ? "underrun" : "underruns"}.`,
   );
 };
@@ -207,14 +208,15 @@ function renderWhileSpeaking(nowMs) {
 
 function render() {
   showText();
-  showFigure(ui.ttfa, firstPacket());
+  showFigure(ui.ttfa, sinceStart("packet_here"));
   showFigure(ui.sound, sinceStart("audible"));
   const { underruns, starvedMs } = turn.clock;
   const lead = turn.isOver ? "–" : `${formatMs(turn.leadMs)} ms`;
   showFigure(ui.lead, { value: lead, note: `${seconds(turn.clock.playedMs)} played` });
   const missed = underruns ? `${formatMs(starvedMs)} ms missed` : "none";
   showFigure(ui.underruns, { value: String(underruns), note: missed });
-  wave.draw(turn.clock.playedMs);
+  const isFinished = turn.isOver && !turn.isInterrupted;
+  wave.draw(isFinished ? Infinity : turn.clock.playedMs);
   drawWaterfall(ui.stages, ui.stagesCaption, turn);
 }
 
@@ -229,10 +231,6 @@ function showText() {
   const after = turn.silentAfterMs;
   const silent = after === null ? "" : `, silent after ${formatMs(after)} ms`;
   setText(ui.cut, `interrupted at ${seconds(turn.clock.playedMs)}${silent}`);
-}
-
-function firstPacket() {
-  return sinceStart("packet_here");
 }
 
 // From the commit; from the first word where the sound came before the commit.

@@ -85,7 +85,7 @@ export class VoiceForm {
       await this.onAdded(name);
       this.ui.addVoice.reset();
       this.forgetRecording();
-      this.say(`The voice ${name} has been added and is chosen.`);
+      this.say(`The voice “${name}” has been added and is chosen.`);
     } catch (error) {
       this.say(error instanceof TypeError ? "The server cannot be reached." : error.message);
     }

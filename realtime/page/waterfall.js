@@ -92,5 +92,6 @@ function place(bar, fromMs, toMs, startMs, endMs) {
 }
 
 export function formatMs(ms) {
-  return Math.abs(ms) < 10 ? ms.toFixed(1) : Math.round(ms).toLocaleString("en");
+  const text = Math.abs(ms) < 10 ? ms.toFixed(1) : Math.round(ms).toLocaleString("en");
+  return text.replace("-", "\u2212"); // a minus sign is read aloud, a hyphen is not
 }

@@ -78,6 +78,13 @@ addEventListener("keydown", (event) => {
   if (window.ear) window.pressedS = ear.context.currentTime - agoMs / 1000;
 }, true);
 
+window.pushed = []; // the samples that the ring was given
+const post = MessagePort.prototype.postMessage;
+MessagePort.prototype.postMessage = function (message, ...rest) {
+  if (message?.type === "push") pushed.push(...message.samples);
+  return post.call(this, message, ...rest);
+};
+
 window.until = (test) => new Promise((resolve) => {
   const look = () => { const found = test(); found ? resolve(found) : setTimeout(look, 5); };
   look();
@@ -153,6 +160,10 @@ async def test_it_speaks(devtools: str, tmp_path: Path, codec: str) -> None:
         assert await page.evaluate("pitchHz()") == pytest.approx(TONE_HZ, abs=3)
         await wait(page, "textOf('announcer').startsWith('Finished')")
         assert await text_of(page, "heard") == text
+        pushed = np.array(await page.evaluate("pushed.slice(0, 48000)"))
+        t_s = np.arange(len(pushed)) / 48_000
+        in_phase = np.sin(2 * np.pi * TONE_HZ * t_s[4800:])
+        assert np.corrcoef(pushed[4800:], in_phase)[0, 1] > 0.97  # its loudness varies a little
         (frames,) = served.engine.emitted.values()
         duration_s = len(frames) / served.engine.info.frame_rate_hz
         assert f": {duration_s:.1f} s of speech" in await text_of(page, "announcer")
@@ -172,7 +183,11 @@ async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path:
             "[...document.querySelectorAll('#stages tr')].map((row) => "
             "[row.cells[0].textContent, row.cells[2].textContent, row.querySelector('.bar').hidden])"
         )
-        at_ms = {label: float(ms) for label, ms, _ in rows if ms != "–"}
+        at_ms = {
+            label: float(ms.replace("−", "-").replace(",", ""))
+            for label, ms, _ in rows
+            if ms != "–"
+        }
         assert [label for label, ms, is_hidden in rows if is_hidden] == [
             "Prefill done",
             "First step",
@@ -341,6 +356,11 @@ async def test_nothing_to_say_is_a_sentence(devtools: str, tmp_path: Path) -> No
     async with serving(tmp_path) as served, opened(devtools, served) as page:
         await page.evaluate("text.value = '  '; speak.click()")
         assert await text_of(page, "problem") == "Type something to speak first."
+        await write(page, "...")
+        await page.press("Enter", CTRL)
+        await wait(page, "textOf('announcer') === 'Nothing was spoken.'")
+        assert "has nothing that can be spoken" in await text_of(page, "problem")
+        assert await text_of(page, "speak") == "Speak"
 
 
 @needs_browser
