@@ -17,6 +17,7 @@ SERVE = (sys.executable, "-m", "realtime", "serve")
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.1
 _NUM_LAST_LINES = 8
+_OF_OPEN_SERVERS = ("PLOSIVE_API_KEYS", "PLOSIVE_API_KEYS_FILE")  # one's own asks for no key
 
 
 class LocalServer:
@@ -97,6 +98,7 @@ class LocalServer:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _stop
         self._process = subprocess.Popen(
             [*self._command, "--announce-fd", str(announce)],
+            env={name: os.environ[name] for name in os.environ if name not in _OF_OPEN_SERVERS},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from clients.address import http_url, refusal, retry_after_s
+from clients.address import http_url, key_headers, refusal, retry_after_s
 from realtime.errors import ConnectionFailed, PlosiveError, VoiceError
 
 PATH = "/v1/voices"
@@ -26,25 +26,25 @@ class Voice:
     is_default: bool = False
 
 
-def list_voices(url: str) -> list[Voice]:
+def list_voices(url: str, *, api_key: str | None = None) -> list[Voice]:
     """Built-in voices first. `url` is the server's, like http://localhost:8765.
 
     Raises:
-        ConnectionFailed: the server cannot be reached.
+        ConnectionFailed: the server cannot be reached, or refused the key.
     """
-    answer = _request("GET", url, PATH)
+    answer = _request("GET", url, PATH, api_key)
     return [
         _voice({**fields, "is_default": fields["name"] == answer.get("default")})
         for fields in answer["voices"]
     ]
 
 
-def add_voice(url: str, name: str, clip: Path, text: str) -> Voice:
+def add_voice(url: str, name: str, clip: Path, text: str, *, api_key: str | None = None) -> Voice:
     """Add a voice from a recording, in any common audio format, and what is said in it.
 
     Raises:
         VoiceError: the name is taken or not valid, or the clip cannot be used; it says why.
-        ConnectionFailed: the server cannot be reached, or is busy (`retry_after_s`).
+        ConnectionFailed: the server cannot be reached, refused the key, or is busy (`retry_after_s`).
         OSError: the clip cannot be read.
     """
     boundary = secrets.token_hex(16)
@@ -55,17 +55,17 @@ def add_voice(url: str, name: str, clip: Path, text: str) -> Voice:
         f"--{boundary}--\r\n".encode(),
     ]
     content_type = f"multipart/form-data; boundary={boundary}"
-    return _voice(_request("POST", url, PATH, b"".join(parts), content_type))
+    return _voice(_request("POST", url, PATH, api_key, b"".join(parts), content_type))
 
 
-def delete_voice(url: str, name: str) -> None:
+def delete_voice(url: str, name: str, *, api_key: str | None = None) -> None:
     """Delete an added voice.
 
     Raises:
         VoiceError: there is none of that name, or it is built in.
-        ConnectionFailed: the server cannot be reached.
+        ConnectionFailed: the server cannot be reached, or refused the key.
     """
-    _request("DELETE", url, f"{PATH}/{quote(name, safe='')}")
+    _request("DELETE", url, f"{PATH}/{quote(name, safe='')}", api_key)
 
 
 def _voice(fields: dict[str, Any]) -> Voice:
@@ -79,9 +79,16 @@ def _part(boundary: str, disposition: str, content: bytes) -> bytes:
 
 
 def _request(
-    method: str, url: str, path: str, body: bytes | None = None, content_type: str = ""
+    method: str,
+    url: str,
+    path: str,
+    api_key: str | None,
+    body: bytes | None = None,
+    content_type: str = "",
 ) -> dict[str, Any]:
-    request = urllib.request.Request(http_url(url, path), data=body, method=method)
+    request = urllib.request.Request(
+        http_url(url, path), data=body, headers=key_headers(api_key), method=method
+    )
     if content_type:
         request.add_header("Content-Type", content_type)
     try:
@@ -98,7 +105,7 @@ def _request(
 
 def _refused(error: urllib.error.HTTPError) -> PlosiveError:
     code, message = refusal(error.read())
-    if code is not None and error.code not in (429, 503):
+    if code is not None and error.code not in (401, 429, 503):
         return VoiceError(code, message)
     return ConnectionFailed(
         f"the server refused with status {error.code}: {message}",

@@ -21,6 +21,8 @@ from realtime.errors import PlosiveError
 ENV_PREFIX = "PLOSIVE_"
 OTHER_ENV: dict[str, str] = {
     "PLOSIVE_URL": "clients: the server that `plosive say` and `plosive voices` talk to",
+    "PLOSIVE_API_KEY": "clients: the key that they show it",
+    "PLOSIVE_API_KEYS": "server: valid keys, comma-separated, in addition to those of the file",
 }
 
 
@@ -44,6 +46,14 @@ class ServerConfig:
     device: str = _option("auto", '"auto", "cpu", "cuda" or "cuda:N"')
     num_threads: int = _option(0, "CPU threads of the model; 0 leaves the choice to the model")
     max_slots: int = _option(4, "sessions served at the same time; more are refused with 503")
+    max_sessions_per_client: int = _option(
+        0, "sessions of one API key, or without keys of one address, at a time; 0: any number"
+    )
+    api_keys_file: Path | None = _option(None, "valid API keys, one a line; clients must show one")
+    allowed_origins: str = _option(
+        "", "origins whose pages may use the server, comma-separated; empty: any"
+    )
+    public_metrics: bool = _option(False, "/metrics asks for no API key, like /health and /ready")
     max_lead_ms: int = _option(2_000, "audio rendered ahead of playback, unless a session asks")
     max_lead_cap_ms: int = _option(60_000, "the most lead that a session may ask for")
     voices_dir: Path | None = _option(None, "added voices; default: plosive/voices in user data")
@@ -66,7 +76,10 @@ class ServerConfig:
         for name in ("max_slots", "max_voices", "max_clip_bytes", "high_water_ms"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
-        self._check("num_threads", self.num_threads >= 0, "0 or more")
+        for name in ("num_threads", "max_sessions_per_client"):
+            self._check(name, getattr(self, name) >= 0, "0 or more")
+        has_urls = all("://" in origin or origin == "null" for origin in self.origins())
+        self._check("allowed_origins", has_urls, "origins like https://example.org")
         self._check("max_lead_cap_ms", self.max_lead_cap_ms >= 40, "at least 40")
         cap_ms = self.max_lead_cap_ms
         self._check("max_lead_ms", 40 <= self.max_lead_ms <= cap_ms, f"40 to {cap_ms}")
@@ -85,6 +98,10 @@ class ServerConfig:
             raise ConfigError(
                 message=f"{name}: got {getattr(self, name)!r}, expected {expected}", param=name
             )
+
+    def origins(self) -> frozenset[str]:
+        names = (origin.strip().lower().rstrip("/") for origin in self.allowed_origins.split(","))
+        return frozenset(filter(None, names))
 
     def resolved_voices_dir(self) -> Path:
         """Where added voices live; nothing is created before one is added."""
@@ -155,7 +172,7 @@ def _parser_of(config_type: type[ServerConfig], name: str) -> type[Any]:
     hint = typing.get_type_hints(config_type)[name]
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    parsers: dict[Any, Any] = {int: int, str: str, float: _float, Path: Path}
+    parsers: dict[Any, Any] = {int: int, str: str, float: _float, bool: _bool, Path: Path}
     parser: type[Any] = parsers[hint]
     return parser
 
@@ -167,4 +184,12 @@ def _float(text: str) -> float:
     return value
 
 
+def _bool(text: str) -> bool:
+    values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.lower() not in values:
+        raise ValueError(f"got {text!r}, expected yes or no")
+    return values[text.lower()]
+
+
 _float.__name__ = "float"  # argparse names the type in its messages
+_bool.__name__ = "bool"

@@ -97,6 +97,10 @@ class EngineError(PlosiveError):
 
 
 HTTP_STATUS: dict[str, int] = {
+    "missing_api_key": 401,
+    "invalid_api_key": 401,
+    "origin_not_allowed": 403,
+    "too_many_sessions": 429,
     "at_capacity": 503,
     "not_ready": 503,
     "voice_not_found": 404,

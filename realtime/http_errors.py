@@ -79,6 +79,8 @@ def _headers(error: PlosiveError) -> dict[str, str]:
     headers = {}
     if error.code == "clip_too_large":
         headers["Connection"] = "close"  # or the rest of the body would be read to its end
+    if error.code in ("missing_api_key", "invalid_api_key"):
+        headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, CapacityError):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
     return headers

@@ -3,14 +3,13 @@
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI, Request, Response, WebSocket
-from fastapi.exceptions import RequestValidationError
+from fastapi import FastAPI, Response, WebSocket
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 
+from realtime.auth import ApiKeys, Gate, make_rules
 from realtime.config import ServerConfig
-from realtime.connection import INTERNAL_ERROR
-from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError
+from realtime.errors import CapacityError
+from realtime.http_errors import HttpErrors
 from realtime.hub import Hub, State
 from realtime.metrics import CONTENT_TYPE, Metrics
 from realtime.page_routes import page_router
@@ -20,7 +19,7 @@ from realtime.voices import VoiceStore
 from realtime.wire import PATH, SUBPROTOCOL
 
 
-def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore) -> FastAPI:
+def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore, keys: ApiKeys) -> FastAPI:
     """Everything that the server answers. The engine is started and stopped with the app.
 
     `app.state.hub` is the `Hub`: whoever runs the app drains it before shutting the app down.
@@ -28,6 +27,7 @@ def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore) -> Fast
     metrics = Metrics()
     hub = Hub(engine, config, voices, metrics)
     voice_routes = VoiceRoutes(engine, config, voices)
+    errors = HttpErrors({})
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -42,19 +42,21 @@ def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore) -> Fast
     app.state.hub = hub
     app.include_router(voice_routes.router)
     app.include_router(page_router())
-    _add_realtime(app, hub)
+    _add_realtime(app, hub, errors)
     _add_operations(app, hub, metrics)
-    _add_error_handlers(app)
+    errors.install(app)
+    rules = make_rules(config, keys, ())
+    app.add_middleware(Gate, rules=rules, errors=errors, metrics=metrics)
     return app
 
 
-def _add_realtime(app: FastAPI, hub: Hub) -> None:
+def _add_realtime(app: FastAPI, hub: Hub, errors: HttpErrors) -> None:
     @app.websocket(PATH)
     async def realtime(websocket: WebSocket) -> None:
         try:
             slot = hub.admit()
         except CapacityError as error:
-            await websocket.send_denial_response(_error_response(error))
+            await websocket.send_denial_response(errors.respond(PATH, error))
             return
         offered = websocket.scope["subprotocols"]
         try:
@@ -82,46 +84,3 @@ def _add_operations(app: FastAPI, hub: Hub, metrics: Metrics) -> None:
     @app.get("/metrics")
     async def scrape() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
-
-
-# ---------------------------------------------------------------------------- errors
-
-
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(PlosiveError)
-    async def plosive_error(request: Request, error: PlosiveError) -> JSONResponse:
-        return _error_response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        param = ".".join(str(part) for part in first["loc"][1:])
-        return _error_response(PlosiveError("invalid_request", first["msg"], param=param))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        codes = {404: "not_found", 405: "method_not_allowed"}
-        content = _error_content(codes.get(error.status_code, "invalid_request"), error.detail)
-        return JSONResponse(content, status_code=error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def internal_error(request: Request, error: Exception) -> JSONResponse:
-        content = _error_content("internal_error", INTERNAL_ERROR)
-        return JSONResponse(content, status_code=500)
-
-
-def _error_response(error: PlosiveError) -> JSONResponse:
-    headers = {}
-    if error.code == "clip_too_large":
-        headers["Connection"] = "close"  # or the rest of the body would be read to its end
-    if isinstance(error, CapacityError):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
-    return JSONResponse(
-        _error_content(error.code, error.message, error.param),
-        status_code=HTTP_STATUS.get(error.code, 400),
-        headers=headers,
-    )
-
-
-def _error_content(code: str, message: str, param: str | None = None) -> dict[str, object]:
-    return {"error": {"code": code, "message": message, "param": param}}

@@ -57,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a running server, like http://localhost:8765 (default: $PLOSIVE_URL, or else "
         "a local server is started and stopped again)",
     )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("PLOSIVE_API_KEY"),
+        help="for a server that needs one (default: $PLOSIVE_API_KEY)",
+    )
     local = parser.add_argument_group("of the local server")
     local.add_argument("--model", help='"embedded" (default) or the path of a checkpoint')
     local.add_argument("--device", help='"auto" (default), "cpu", "cuda" or "cuda:N"')
@@ -122,6 +127,7 @@ class _Said:
 async def _say(args: argparse.Namespace, url: str, text: str) -> _Said:
     async with connect(
         url,
+        api_key=args.api_key,
         voice=args.voice,
         prompt=args.prompt,
         sampling=Sampling(seed=args.seed),

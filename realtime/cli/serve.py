@@ -16,6 +16,7 @@ import uvicorn
 
 from model.embedded import embedded_path
 from realtime import config as options
+from realtime.auth import ApiKeys, load_api_keys
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
 from realtime.hub import Hub
@@ -40,10 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     try:
         config = options.from_args(args)
+        keys = load_api_keys(config.api_keys_file, os.environ)
     except PlosiveError as error:
         print(f"plosive serve: {error.message}", file=sys.stderr)
         return 2
-    return serve(config, load_engine)
+    return serve(config, load_engine, keys)
 
 
 def load_engine(config: ServerConfig) -> Engine:
@@ -74,7 +76,7 @@ def load_engine(config: ServerConfig) -> Engine:
     )
 
 
-def serve(config: ServerConfig, engine_factory: EngineFactory) -> int:
+def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | None = None) -> int:
     """Run the server until it is told to stop. Returns the exit code.
 
     The port is taken before the model is loaded, so that a port in use is known at once;
@@ -85,7 +87,7 @@ def serve(config: ServerConfig, engine_factory: EngineFactory) -> int:
         load_opuslib()
         sock = bind(config.host, config.port)
         engine = engine_factory(config)
-        return asyncio.run(_serve(config, engine, sock, started_s))
+        return asyncio.run(_serve(config, engine, sock, started_s, keys))
     except PlosiveError as error:
         print(f"plosive: {error.message}", file=sys.stderr)
         return 1
@@ -140,7 +142,9 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def make_server(engine: Engine, config: ServerConfig) -> tuple[DrainingServer, Hub]:
+def make_server(
+    engine: Engine, config: ServerConfig, keys: ApiKeys | None = None
+) -> tuple[DrainingServer, Hub]:
     """The whole server, not yet running, and the hub that knows when it is ready.
 
     Call it on the event loop that will run the server.
@@ -153,7 +157,7 @@ def make_server(engine: Engine, config: ServerConfig) -> tuple[DrainingServer, H
         num_codebooks=info.num_codebooks,
         max_voices=config.max_voices,
     )
-    app = create_app(engine, config, voices)
+    app = create_app(engine, config, voices, keys or ApiKeys())
     hub: Hub = app.state.hub
     uvicorn_config = uvicorn.Config(
         app,
@@ -173,9 +177,13 @@ def make_server(engine: Engine, config: ServerConfig) -> tuple[DrainingServer, H
 
 
 async def _serve(
-    config: ServerConfig, engine: Engine, sock: socket.socket, started_s: float
+    config: ServerConfig,
+    engine: Engine,
+    sock: socket.socket,
+    started_s: float,
+    keys: ApiKeys | None,
 ) -> int:
-    server, hub = make_server(engine, config)
+    server, hub = make_server(engine, config, keys)
     announcing = asyncio.create_task(_announce(config, engine, hub, sock, started_s))
     announcing.add_done_callback(lambda task: _stop_if_failed(server, task))
     await server.serve(sockets=[sock])

@@ -23,6 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("PLOSIVE_URL", DEFAULT_URL),
         help=f"the server (default: $PLOSIVE_URL, or else {DEFAULT_URL})",
     )
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("PLOSIVE_API_KEY"),
+        help="for a server that needs one (default: $PLOSIVE_API_KEY)",
+    )
     parser.set_defaults(usage_error=parser.error)
 
 
@@ -43,13 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     if args.action == "add":
-        voice = add_voice(args.url, args.name, args.clip, args.text)
+        voice = add_voice(args.url, args.name, args.clip, args.text, api_key=args.api_key)
         print(f"added {voice.name} ({voice.duration_s:.1f} s)")
     elif args.action == "delete":
-        delete_voice(args.url, args.name)
+        delete_voice(args.url, args.name, api_key=args.api_key)
         print(f"deleted {args.name}")
     else:
-        for voice in list_voices(args.url):
+        for voice in list_voices(args.url, api_key=args.api_key):
             print(_line(voice))
 
 

@@ -16,6 +16,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as ws_connect
 
 from realtime import wire
+from realtime.auth import ApiKeys
 from realtime.cli.serve import DrainingServer, bind, make_server
 from realtime.config import ServerConfig
 from realtime.hub import Hub
@@ -71,12 +72,17 @@ def make_engine(folder: Path, **kwargs: Any) -> FakeEngine:
 
 @contextlib.asynccontextmanager
 async def serving(
-    folder: Path, engine: FakeEngine | None = None, *, until_ready: bool = True, **options: Any
+    folder: Path,
+    engine: FakeEngine | None = None,
+    *,
+    until_ready: bool = True,
+    keys: ApiKeys | None = None,
+    **options: Any,
 ) -> AsyncIterator[Served]:
     engine = engine or make_engine(folder)
     config = ServerConfig(port=0, voices_dir=folder / "voices", **({"drain_s": 0.1} | options))
     sock = bind(config.host, 0)
-    server, hub = make_server(engine, config)
+    server, hub = make_server(engine, config, keys)
     running = asyncio.create_task(server.serve(sockets=[sock]))
     served = Served(sock.getsockname()[1], server, hub, engine, running)
     try:
