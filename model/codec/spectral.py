@@ -285,8 +285,11 @@ class SpectralCodec(nn.Module):
         self._fused = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Devices are followed, precisions are not: the transforms exist in fp32 alone."""
         self.unfuse()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(  # type: ignore[no-untyped-call]
+            lambda t: fn(t).float() if t.is_floating_point() else fn(t), recurse
+        )
         return self
 
     def load_state_dict(

@@ -114,6 +114,14 @@ def test_fused_weights_follow_a_new_state_dict() -> None:
     torch.testing.assert_close(got, other.decode(codes), atol=1e-5, rtol=0)
 
 
+def test_arithmetic_stays_in_fp32() -> None:
+    codec = make_codec(SMALL)
+    codes = make_codes(codec, 1, 2)
+    want = codec.decode(codes)
+    torch.testing.assert_close(codec.to(torch.bfloat16).decode(codes), want, atol=0.1, rtol=0.1)
+    assert codec.decode(codes).dtype == torch.float32
+
+
 def test_config_refuses_what_it_does_not_know() -> None:
     assert SpectralConfig.from_dict({"type": "spectral", "mel_views": [[960, 20]]}).mel_views == (
         (960, 20),

@@ -35,6 +35,17 @@ from model.embedded.recipe.trainable import TOY, DualARConfig
 
 LEAD_MS, TAIL_MS = 40, 120
 SILENCE = 0.012  # of the loudest 10 ms
+SERVING = {
+    "front_end": "english_phonemes",
+    "has_prompt": False,
+    "max_segment_chars": 190,
+    "max_frames": 400,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 30,
+}
+LANGUAGES = {"a": "en-US", "b": "en-GB"}  # by the first letter of the teacher's voice names
+GENDERS = {"f": "female", "m": "male"}  # by the second
 MAX_PARAMETERS, MAX_BYTES = 20_000_000, 40_000_000
 
 
@@ -64,7 +75,11 @@ def stack_config(config: DualARConfig, fast: bool) -> dict[str, Any]:
 
 
 def model_config(
-    config: DualARConfig, codec: dict[str, Any], vocab: dict[str, int]
+    config: DualARConfig,
+    codec: dict[str, Any],
+    vocab: dict[str, int],
+    context: str,
+    default_voice: str,
 ) -> dict[str, Any]:
     fast = stack_config(config, fast=True)
     return {
@@ -83,6 +98,7 @@ def model_config(
             "num_codebooks": config.num_codebooks,
         },
         "codec_config": codec,
+        "plosive": {**SERVING, "context": context, "default_voice": default_voice},
     }
 
 
@@ -119,7 +135,10 @@ def write_voices(codec: SpectralCodec, references: Path, line: int, out: Path) -
             out / f"{name}.safetensors",
         )
         info = {"name": name, "text": text, "phonemes": phonemes, "frames": codes.shape[1]}
-        (out / f"{name}.json").write_text(json.dumps(info, ensure_ascii=False) + "\n")
+        if name[:1] in LANGUAGES and name[1:2] in GENDERS:
+            info |= {"language": LANGUAGES[name[0]], "gender": GENDERS[name[1]]}
+        text_file = out / f"{name}.json"
+        text_file.write_text(json.dumps(info, ensure_ascii=False, indent=2) + "\n", "utf-8")
         names.append(name)
     return names
 
@@ -140,6 +159,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--phonemes", type=Path, required=True, help="the teacher's vocab.json")
     parser.add_argument("--references", type=Path, required=True)
     parser.add_argument("--line", type=int, default=0, help="of texts.tsv, for every voice")
+    parser.add_argument("--default-voice", default="af_heart")
+    parser.add_argument("--context", choices=("prefix", "dialogue"), default="dialogue")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -148,7 +169,8 @@ def main(argv: list[str] | None = None) -> None:
         codec_config = json.loads(file.metadata()["codec_config"])
     dim = load_file(args.dual_ar)["text_model.model.norm.weight"].shape[0]
     vocab = build_vocab(read_phonemes(args.phonemes))
-    config = model_config(TOY if dim == TOY.dim else DualARConfig(), codec_config, vocab)
+    size = TOY if dim == TOY.dim else DualARConfig()
+    config = model_config(size, codec_config, vocab, args.context, args.default_voice)
     for name, value in (("config.json", config), ("tokenizer.json", tokenizer_json(vocab))):
         text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
         (args.out / name).write_text(text, encoding="utf-8")
