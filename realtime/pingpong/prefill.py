@@ -220,9 +220,14 @@ class PrefillLoop:
     # ------------------------------------------------------------------ work
 
     def _most_urgent(self) -> Tenant | None:
-        """Closed text first (somebody waits for audio), then new voices, then growing text."""
+        """Closed text first (somebody waits for audio), then new voices, then growing text; among
+        equals, the one that has waited longest."""
         tenant = min(self._tenants.values(), key=Tenant.urgency, default=None)
         return None if tenant is None or tenant.urgency() == NOTHING_TO_DO else tenant
+
+    def _has_been_served(self, tenant: Tenant) -> None:
+        """Its next piece of work comes after its neighbours'."""
+        self._tenants[tenant.slot.idx] = self._tenants.pop(tenant.slot.idx)
 
     def _advance(self, tenant: Tenant) -> None:
         if tenant.opening is not None and tenant.may_open:
@@ -266,6 +271,7 @@ class PrefillLoop:
             tenant.turn.start_length = tenant.context_length
         prefill_ms = (time.perf_counter_ns() - tenant.opened_at_ns) / 1e6
         self._emit(SlotReady(tenant.slot, prefill_ms, is_cached))
+        self._has_been_served(tenant)
 
     def _has_prefix(self, tenant: Tenant, key: bytes) -> bool:
         """Whether the slot's KV begins with the prefix now, without prefilling it."""
@@ -334,6 +340,7 @@ class PrefillLoop:
         tenant.prepared = None
         turn.next_segment += 1
         self._finish_turn_if_over(tenant)
+        self._has_been_served(tenant)
 
     def _prefill_chunk(
         self, tenant: Tenant, rows: Tensor, num_done: int, num_wanted: int, base: int
@@ -353,6 +360,7 @@ class PrefillLoop:
         prefilled.record()
         turn.stamps_ns.setdefault("prefill_done", time.perf_counter_ns())
         tenant.is_decoding = True
+        self._has_been_served(tenant)
         self._join(
             Join(
                 slot=tenant.slot,

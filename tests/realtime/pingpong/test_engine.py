@@ -261,6 +261,27 @@ def test_a_voice_without_room_for_text_is_refused_and_fails_its_own_session_only
         close_slot(engine, recorder, bad)
 
 
+def test_a_session_with_endless_work_does_not_keep_its_neighbours_waiting() -> None:
+    gate, heard = threading.Event(), []
+
+    def front_end(text: str) -> PlainText:
+        gate.wait(10)
+        heard.append(text)
+        return PlainText("" if text == "#" else text)
+
+    with running(tiny_model(front_end=front_end), num_slots=2) as (engine, recorder):
+        gate.set()
+        busy, other = open_slot(engine, recorder), open_slot(engine, recorder)
+        gate.clear()
+        heard.clear()
+        start_turn(engine, busy, 0, *["#"] * 100)
+        start_turn(engine, other, 0, "hello.")
+        gate.set()
+        recorder.wait(TurnEnd, lambda event: event.slot == other)
+        assert heard.index("hello.") <= 2
+        close_slot(engine, recorder, busy)
+
+
 def test_commands_out_of_order_fail_their_own_session_only() -> None:
     with running(tiny_model(), num_slots=2) as (engine, recorder):
         bad, good = open_slot(engine, recorder), open_slot(engine, recorder)
