@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-clients check bench clean
 
 demo: $(VENV)/.installed  ## speak a sentence through a real local server, print its TTFA
 	$(BIN)/plosive say "Hello! I am Plosive, and this sentence left the server while it was still being spoken." --out demo.wav
 
 test: check  ## lint, types, layering, then all tests that need no GPU
 	PYTHONASYNCIODEBUG=1 $(BIN)/pytest -m "not gpu"
+
+test-clients: $(VENV)/clients/.installed  ## the agent frameworks (large), in an environment of their own
+	$(VENV)/clients/bin/pytest -W default tests_clients
 
 check: $(VENV)/.installed-dev  ## ruff, ruff format, mypy --strict, layering
 	$(BIN)/ruff check .
@@ -32,6 +35,12 @@ $(VENV)/.installed: $(BIN)/python pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+$(VENV)/clients/.installed: $(BIN)/python pyproject.toml
+	$(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/pip install --quiet torch==2.13.0 || $(VENV)/clients/bin/pip install --quiet "torch>=2.11"
+	$(VENV)/clients/bin/pip install --quiet --editable ".[dev,pipecat,livekit]"
 	touch $@
 
 clean:

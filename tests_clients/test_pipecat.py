@@ -1,0 +1,334 @@
+"""The Pipecat service inside a Pipecat pipeline, against scripted servers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+pytest.importorskip("pipecat")
+
+from pipecat.frames.frames import (
+    BotStoppedSpeakingFrame,
+    CancelFrame,
+    ErrorFrame,
+    Frame,
+    InterruptionFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
+    MetricsFrame,
+    TTSAudioRawFrame,
+    TTSSpeakFrame,
+    TTSStartedFrame,
+    TTSStoppedFrame,
+    TTSTextFrame,
+    TTSUpdateSettingsFrame,
+)
+from pipecat.metrics.metrics import TTFAMetricsData, TTFBMetricsData, TTSUsageMetricsData
+from pipecat.pipeline.pipeline import Pipeline
+from pipecat.pipeline.worker import PipelineParams, PipelineWorker
+from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+from pipecat.services.settings import TTSSettings
+from pipecat.workers.runner import WorkerRunner
+
+from clients import Reconnect
+from clients.adapters.pipecat import PlosiveTTSService
+from realtime.wire import (
+    Error,
+    SessionStart,
+    SessionUpdate,
+    TextAppend,
+    TurnCancel,
+    TurnCancelled,
+    TurnCommit,
+    TurnStarted,
+    TurnText,
+)
+from tests.clients.scripted_server import (
+    PACKET_SAMPLES,
+    Peer,
+    pcm_payloads,
+    ready,
+    scripted_server,
+    tone,
+)
+
+TIMEOUT_S = 10.0
+PACKET_BYTES = 2 * PACKET_SAMPLES
+
+
+class Ear(FrameProcessor):
+    """Keeps what reaches it, and lets a test wait for something."""
+
+    def __init__(self) -> None:
+        super().__init__(enable_direct_mode=True)
+        self.frames: list[Frame] = []
+        self._arrived = asyncio.Event()
+
+    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+        await super().process_frame(frame, direction)
+        self.frames.append(frame)
+        self._arrived.set()
+        await self.push_frame(frame, direction)
+
+    async def until(self, is_there: Callable[[], bool]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not is_there():
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    def of(self, *kinds: type) -> list:
+        return [frame for frame in self.frames if isinstance(frame, kinds)]
+
+    @property
+    def audio(self) -> bytes:
+        return b"".join(frame.audio for frame in self.of(TTSAudioRawFrame))
+
+
+@dataclass
+class Talk:
+    """A running pipeline: errors and what speaks are at `upstream` and `downstream`."""
+
+    worker: PipelineWorker
+    upstream: Ear
+    downstream: Ear
+    cancelled: list = field(default_factory=list)
+
+    async def reply(self, *tokens: str) -> None:
+        """What a language model's reply looks like to the service."""
+        await self.send(LLMFullResponseStartFrame())
+        await self.send(*map(LLMTextFrame, tokens))
+        await self.send(LLMFullResponseEndFrame())
+
+    async def send(self, *frames: Frame) -> None:
+        for frame in frames:
+            await self.worker.queue_frame(frame)
+
+    async def until_stopped(self, num_turns: int) -> None:
+        await self.downstream.until(lambda: len(self.downstream.of(TTSStoppedFrame)) >= num_turns)
+
+
+@asynccontextmanager
+async def talking(url: str, **options) -> AsyncIterator[Talk]:
+    tts = PlosiveTTSService(url=url, sample_rate=24_000, **options)
+    upstream, downstream = Ear(), Ear()
+    worker = PipelineWorker(
+        Pipeline([upstream, tts, downstream]),
+        cancel_on_idle_timeout=False,
+        enable_rtvi=False,
+        params=PipelineParams(enable_metrics=True, enable_usage_metrics=True),
+    )
+    talk = Talk(worker, upstream, downstream)
+    started = asyncio.Event()
+
+    @worker.event_handler("on_pipeline_started")
+    async def on_started(worker, frame) -> None:
+        started.set()
+
+    @tts.event_handler("on_turn_cancelled")
+    async def on_turn_cancelled(service, context_id, account) -> None:
+        talk.cancelled.append(account)
+
+    runner = WorkerRunner(handle_sigint=False)
+    await runner.add_workers(worker)
+    running = asyncio.create_task(runner.run())
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            await started.wait()
+        yield talk
+    finally:
+        await worker.queue_frame(CancelFrame())
+        async with asyncio.timeout(TIMEOUT_S):
+            await running
+
+
+async def speaker(peer: Peer) -> None:
+    """Says every turn when it is committed, two packets a word, and accounts for cancelled ones."""
+    await peer.accept()
+    texts: dict[int, str] = {}
+    while True:
+        match await peer.next():
+            case TextAppend(turn_id=turn_id, text=text):
+                texts[turn_id] = texts.get(turn_id, "") + text
+            case TurnCommit(turn_id=turn_id):
+                await say(peer, turn_id, texts[turn_id])
+                num_packets = 2 * len(texts[turn_id].split())
+                await peer.done(turn_id, num_packets)
+            case TurnCancel(turn_id=turn_id):
+                text = texts.pop(turn_id)
+                await peer.send(
+                    TurnCancelled(
+                        turn_id=turn_id, spoken_text=text[:3], remaining_text=text[3:], played_ms=20
+                    )
+                )
+            case SessionUpdate(voice=voice):
+                await peer.send(ready(peer.format, voice or "default"))
+
+
+async def say(peer: Peer, turn_id: int, text: str, num_packets: int | None = None) -> None:
+    num_packets = 2 * len(text.split()) if num_packets is None else num_packets
+    await peer.send(TurnStarted(turn_id=turn_id))
+    await peer.audio(turn_id, pcm_payloads(tone(num_packets * PACKET_SAMPLES)))
+    await peer.send(TurnText(turn_id=turn_id, text=text, audio_ms=20.0 * num_packets))
+
+
+async def test_a_turn_and_a_second_turn() -> None:
+    async with scripted_server(speaker) as server, talking(server.url, voice="bob") as talk:
+        await talk.reply("Hello", " there.", " How", " are", " you?")
+        await talk.until_stopped(1)
+        assert len(talk.downstream.audio) == 2 * 5 * PACKET_BYTES
+        words = [frame.text for frame in talk.downstream.of(TTSTextFrame)]
+        assert words == ["Hello", "there.", "How", "are", "you?"]
+        contexts = {frame.context_id for frame in talk.downstream.of(TTSAudioRawFrame)}
+        assert len(contexts) == 1
+
+        await talk.reply("Fine.")
+        await talk.until_stopped(2)
+        assert len(talk.downstream.audio) == 2 * 6 * PACKET_BYTES
+        assert not talk.upstream.of(ErrorFrame)
+    start, *messages = server.received
+    assert isinstance(start, SessionStart)
+    assert (start.voice, start.format.codec, start.format.sample_rate) == (
+        "bob",
+        "pcm_s16le",
+        24_000,
+    )
+    assert len(server.peers) == 1
+    texts = [message.text for message in messages if isinstance(message, TextAppend)]
+    assert "".join(texts[:-1]) == "Hello there. How are you?"
+    assert len(texts) > 2  # token by token
+
+
+async def test_the_pipelines_own_metrics() -> None:
+    async with scripted_server(speaker) as server, talking(server.url) as talk:
+        await talk.reply("Hello there.")
+        await talk.until_stopped(1)
+        found = [data for frame in talk.downstream.of(MetricsFrame) for data in frame.data]
+    ttfb = [data.value for data in found if isinstance(data, TTFBMetricsData) and data.value]
+    assert len(ttfb) == 1 and 0 < ttfb[0] < TIMEOUT_S
+    assert [data for data in found if isinstance(data, TTFAMetricsData)]
+    assert [data.value for data in found if isinstance(data, TTSUsageMetricsData)] == [12]
+
+
+async def barge_in(peer: Peer) -> None:
+    """Speaks of the first turn without end until it is cancelled, and a little longer."""
+    await peer.accept()
+    while not isinstance(await peer.next(), TurnCommit):
+        pass
+    await say(peer, 1, "One", num_packets=3)
+    await peer.expect(TurnCancel)
+    await peer.audio(1, pcm_payloads(tone(3 * PACKET_SAMPLES)), first_seq=3)
+    await peer.send(
+        TurnCancelled(turn_id=1, spoken_text="One", remaining_text=" two three.", played_ms=60)
+    )
+    await peer.audio(1, pcm_payloads(tone(3 * PACKET_SAMPLES)), first_seq=6)
+    while not isinstance(await peer.next(), TurnCommit):
+        pass
+    await say(peer, 2, "Sorry.")
+    await peer.done(2, 2)
+    await peer.until_closed()
+
+
+async def test_a_barge_in_cancels_on_the_open_connection_and_nothing_stale_follows() -> None:
+    async with scripted_server(barge_in) as server, talking(server.url) as talk:
+        await talk.reply("One", " two", " three.")
+        await talk.downstream.until(lambda: len(talk.downstream.audio) == 3 * PACKET_BYTES)
+        await talk.send(InterruptionFrame())
+        await talk.downstream.until(lambda: bool(talk.downstream.of(InterruptionFrame)))
+        await talk.reply("Sorry.")
+        await talk.until_stopped(1)
+        assert len(talk.downstream.audio) == 5 * PACKET_BYTES
+        audio = talk.downstream.of(TTSAudioRawFrame)
+        started = talk.downstream.of(TTSStartedFrame)
+        assert [frame.context_id for frame in audio[3:]] == [started[1].context_id] * 2
+        assert [account.spoken_text for account in talk.cancelled] == ["One"]
+        assert not talk.upstream.of(ErrorFrame)
+    assert len(server.peers) == 1
+
+
+async def test_a_turn_that_is_with_the_transport_is_cancelled_too_until_it_was_played() -> None:
+    async with scripted_server(speaker) as server, talking(server.url) as talk:
+        await talk.reply("One two.")
+        await talk.until_stopped(1)
+        await talk.send(InterruptionFrame())
+        await talk.reply("Three four.")
+        await talk.until_stopped(2)
+        assert [account.turn_id for account in talk.cancelled] == [1]
+        await talk.worker.queue_frame(BotStoppedSpeakingFrame(), FrameDirection.UPSTREAM)
+        await talk.upstream.until(lambda: bool(talk.upstream.of(BotStoppedSpeakingFrame)))
+        await talk.send(InterruptionFrame())
+        await talk.reply("Five.")
+        await talk.until_stopped(3)
+    cancels = [message for message in server.received if isinstance(message, TurnCancel)]
+    assert [cancel.turn_id for cancel in cancels] == [1]
+
+
+async def test_what_the_application_says_itself() -> None:
+    async with scripted_server(speaker) as server, talking(server.url) as talk:
+        await talk.send(TTSSpeakFrame("One two."), TTSSpeakFrame("Three."))
+        await talk.until_stopped(2)
+        assert len(talk.downstream.audio) == 2 * 3 * PACKET_BYTES
+
+
+async def test_another_voice_from_the_next_turn_on() -> None:
+    async with scripted_server(speaker) as server, talking(server.url, voice="ann") as talk:
+        await talk.reply("One.")
+        await talk.until_stopped(1)
+        await talk.send(TTSUpdateSettingsFrame(delta=TTSSettings(voice="bob")))
+        await talk.reply("Two.")
+        await talk.until_stopped(2)
+    kinds = [type(message) for message in server.received]
+    assert kinds.count(SessionUpdate) == 1
+    assert kinds.index(SessionUpdate) > kinds.index(TurnCommit)
+
+
+async def test_an_error_of_a_turn_ends_it_and_the_next_one_is_spoken() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await peer.send(Error(code="text_too_long", message="too long", turn_id=1))
+        while not isinstance(message := await peer.next(), TurnCommit):
+            pass
+        await say(peer, message.turn_id, "Two.")
+        await peer.done(message.turn_id, 2)
+        await peer.until_closed()
+
+    async with scripted_server(script) as server, talking(server.url) as talk:
+        await talk.send(LLMFullResponseStartFrame(), LLMTextFrame("One"))
+        await talk.upstream.until(lambda: bool(talk.upstream.of(ErrorFrame)))
+        await talk.send(LLMTextFrame(" more."), LLMFullResponseEndFrame())
+        await talk.reply("Two.")
+        await talk.until_stopped(2)
+        assert "text_too_long" in talk.upstream.of(ErrorFrame)[0].error
+        assert len(talk.downstream.audio) == 2 * PACKET_BYTES
+
+
+async def test_a_lost_connection_is_opened_again_for_the_next_turn() -> None:
+    async def script(peer: Peer) -> None:
+        if len(server.peers) > 1:
+            await speaker(peer)
+        await peer.accept()
+        while not isinstance(await peer.next(), TurnCommit):
+            pass
+        await say(peer, 1, "One")
+        await peer.socket.close(1012)
+
+    options = {"reconnect": Reconnect(initial_delay_s=0.0)}
+    async with scripted_server(script) as server, talking(server.url, options=options) as talk:
+        await talk.reply("One two.")
+        await talk.until_stopped(1)
+        assert "of turn 1, 2 packets" in talk.upstream.of(ErrorFrame)[0].error
+        await talk.reply("Two.")
+        await talk.until_stopped(2)
+        assert len(talk.downstream.audio) == 4 * PACKET_BYTES
+
+
+async def test_a_server_that_is_not_there() -> None:
+    async with scripted_server(speaker) as server:
+        url = server.url
+    async with talking(url) as talk:
+        await talk.reply("One.")
+        await talk.until_stopped(1)
+        assert "Is the server up" in talk.upstream.of(ErrorFrame)[0].error
