@@ -2,8 +2,8 @@
 
 Every byte that can be written is given out by the push that made it: headers once, then packet by
 packet, with no seek back. What the stream says of its length is therefore what can be said in
-advance: Ogg and FLAC are exact to the sample, raw PCM and WAV too; MP3 and AAC have no place for it
-and are longer by the encoder's delay and the rest of the last frame.
+advance: Ogg, FLAC, WAV and raw PCM are exact to the sample. MP3 tells its delay and is longer by the
+rest of its last frame; AAC (ADTS) can tell nothing and is longer by 1024 samples in front as well.
 """
 
 import struct
@@ -14,6 +14,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 
+from realtime.adapters.media_mp3 import info_frame
 from realtime.adapters.media_ogg import OggOpusWriter
 from realtime.audio_encoder import to_s16le
 from realtime.errors import PlosiveError
@@ -122,7 +123,7 @@ _KINDS: dict[str, _Kind] = {
         "audio/mpeg",
         _PCM_RATES,
         _mp3_bitrates,
-        # An ID3 or Xing header would be silence, and would be wrong until it is patched at the end.
+        # FFmpeg's headers would have to be patched at the end.
         _Container("mp3", "libmp3lame", {"id3v2_version": "0", "write_xing": "0"}),
     ),
     "opus": _Kind(
@@ -189,7 +190,8 @@ class _Writer(Protocol):
 
 def _writer(format: str, kind: _Kind, rate: int, bitrate: int | None) -> _Writer:
     if kind.container is not None:
-        return _AvWriter(kind.container, rate, bitrate)
+        header = info_frame(rate) if format == "mp3" else b""
+        return _AvWriter(kind.container, rate, bitrate, header)
     if format == "opus":
         assert bitrate is not None
         return OggOpusWriter(rate, bitrate)
@@ -232,8 +234,13 @@ class _Sink:
 
 
 class _AvWriter:
-    def __init__(self, container: _Container, rate: int, bitrate: int | None) -> None:
+    """`header` comes before, and with, the first that the muxer writes."""
+
+    def __init__(
+        self, container: _Container, rate: int, bitrate: int | None, header: bytes
+    ) -> None:
         self._sink = _Sink()
+        self._header = header
         options = {"flush_packets": "1", **container.muxer_options}
         self._muxer = av.open(self._sink, "w", format=container.muxer, options=options)
         stream = self._muxer.add_stream(
@@ -254,10 +261,16 @@ class _AvWriter:
             frame.pts = self._num_samples  # from which Ogg's positions count
             self._num_samples += len(pcm)
             self._muxer.mux(self._stream.encode(frame))
-        return self._sink.take()
+        return self._take()
 
     def finish(self) -> bytes:
         self._muxer.start_encoding()  # the headers of a stream without audio
         self._muxer.mux(self._stream.encode(None))
         self._muxer.close()
-        return self._sink.take()
+        return self._take()
+
+    def _take(self) -> bytes:
+        data = self._sink.take()
+        if data and self._header:
+            data, self._header = self._header + data, b""
+        return data

@@ -61,7 +61,7 @@ async def test_create(served: Served, format: Any) -> None:
     heard, sent = read(response.content, format, 24_000), served.engine.pcm(0, 1)
     if format in ("opus", "flac", "wav", "pcm"):
         assert len(heard) == len(sent)
-    assert 0 <= len(heard) - len(sent) <= 3_000
+    assert 0 <= len(heard) - len(sent) <= 2_048
     assert best_match(heard, sent)[0] > 0.98
     await served.until_free()
 
