@@ -38,7 +38,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 $(VENV)/clients/.installed: $(BIN)/python pyproject.toml
-	$(PYTHON) -m venv $(VENV)/clients
+	$(BIN)/python -m venv $(VENV)/clients
 	$(VENV)/clients/bin/pip install --quiet torch==2.13.0 || $(VENV)/clients/bin/pip install --quiet "torch>=2.11"
 	$(VENV)/clients/bin/pip install --quiet --editable ".[dev,pipecat,livekit]"
 	touch $@
