@@ -43,17 +43,15 @@ from realtime.wire import (
     TurnCancel,
     TurnCancelled,
     TurnCommit,
-    TurnStarted,
-    TurnText,
 )
 from tests.clients.scripted_server import (
     PACKET_SAMPLES,
     Peer,
     pcm_payloads,
-    ready,
     scripted_server,
     tone,
 )
+from tests_clients.speakers import say, speaker
 
 TIMEOUT_S = 10.0
 PACKET_BYTES = 2 * PACKET_SAMPLES
@@ -142,36 +140,6 @@ async def talking(url: str, **options) -> AsyncIterator[Talk]:
         await worker.queue_frame(CancelFrame())
         async with asyncio.timeout(TIMEOUT_S):
             await running
-
-
-async def speaker(peer: Peer) -> None:
-    """Says every turn when it is committed, two packets a word, and accounts for cancelled ones."""
-    await peer.accept()
-    texts: dict[int, str] = {}
-    while True:
-        match await peer.next():
-            case TextAppend(turn_id=turn_id, text=text):
-                texts[turn_id] = texts.get(turn_id, "") + text
-            case TurnCommit(turn_id=turn_id):
-                await say(peer, turn_id, texts[turn_id])
-                num_packets = 2 * len(texts[turn_id].split())
-                await peer.done(turn_id, num_packets)
-            case TurnCancel(turn_id=turn_id):
-                text = texts.pop(turn_id)
-                await peer.send(
-                    TurnCancelled(
-                        turn_id=turn_id, spoken_text=text[:3], remaining_text=text[3:], played_ms=20
-                    )
-                )
-            case SessionUpdate(voice=voice):
-                await peer.send(ready(peer.format, voice or "default"))
-
-
-async def say(peer: Peer, turn_id: int, text: str, num_packets: int | None = None) -> None:
-    num_packets = 2 * len(text.split()) if num_packets is None else num_packets
-    await peer.send(TurnStarted(turn_id=turn_id))
-    await peer.audio(turn_id, pcm_payloads(tone(num_packets * PACKET_SAMPLES)))
-    await peer.send(TurnText(turn_id=turn_id, text=text, audio_ms=20.0 * num_packets))
 
 
 async def test_a_turn_and_a_second_turn() -> None:
