@@ -17,12 +17,7 @@ from torch.nn import functional as F
 
 from model.codec.checkpoint import Weights
 from model.codec.config import TransformerConfig
-
-_HAS_ONEDNN = (
-    torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-)
+from model.codec.product import Product
 
 
 class HistoryLayout:
@@ -61,34 +56,6 @@ class Taps:
         )
 
 
-class Product:
-    """x @ weight (+ bias), with the weight laid out as the device multiplies it fastest.
-
-    On x86 in f32 that is oneDNN's own layout: 84 us against 166 us for addmm, whose library does
-    not use AVX-512 on every CPU, at [32, 1344] x [1344, 192] on one core. It also computes a row
-    the same way whatever the other rows are, so that a stream's samples are the same bits
-    whatever else is in the batch.
-    """
-
-    def __init__(self, weights: Weights, weight: Tensor, bias: Tensor | None) -> None:
-        """weight f32 [K, N], bias f32 [N]."""
-        self.weight = weights.place(weight)
-        self.bias = None if bias is None else weights.place(bias)
-        self.packed: Tensor | None = None
-        if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32 and _HAS_ONEDNN:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.T.contiguous())
-            self.weight = self.weight.new_empty(0)  # the packed copy is enough
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [M, K] -> [M, N]."""
-        if self.packed is None:
-            return x @ self.weight if self.bias is None else torch.addmm(self.bias, x, self.weight)
-        # A single row takes another kernel, with another rounding.
-        rows = x if x.shape[0] != 1 else x.expand(2, -1)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        return y[: x.shape[0]]
-
-
 class CausalConv:
     """Convolution with kernel `k`, a multiple of `stride`; left context only."""
 
@@ -106,7 +73,9 @@ class CausalConv:
         weight = weights.take("weight", out_channels, in_channels, kernel)
         # [O, I, k] -> [k * I, O]: tap, then channel; a stride only regroups the taps.
         weight = weight.permute(2, 1, 0).reshape(-1, out_channels)
-        self.product = Product(weights, weight, weights.take("bias", out_channels))
+        self.product = Product(
+            weights.place(weight), weights.place(weights.take("bias", out_channels))
+        )
         self.stride = stride
         self.taps = Taps(kernel // stride, dilation, stride * in_channels, layout)
 
@@ -143,7 +112,8 @@ class CausalTransposedConv:
         taps_apart = weight.view(in_channels, out_channels, num_taps, stride)
         weight = taps_apart.permute(2, 0, 3, 1).flip(0)
         weight = weight.reshape(num_taps * in_channels, stride * out_channels)
-        self.product = Product(weights, weight, weights.take("bias", out_channels).repeat(stride))
+        bias = weights.take("bias", out_channels).repeat(stride)
+        self.product = Product(weights.place(weight), weights.place(bias))
         self.stride = stride
         self.taps = Taps(num_taps, 1, in_channels, layout)
 
@@ -193,12 +163,13 @@ class ConvNeXt:
         self.norm_weight = weights.place(weights.take("norm.weight", dim))
         self.norm_bias = weights.place(weights.take("norm.bias", dim))
         inner = multiple * dim
-        bias1 = weights.take("pwconv1.bias", inner)
-        self.expand = Product(weights, weights.take("pwconv1.weight", inner, dim).T, bias1)
+        place, take = weights.place, weights.take
+        weight1 = take("pwconv1.weight", inner, dim)
+        self.expand = Product(place(weight1.T), place(take("pwconv1.bias", inner)))
         # gamma scales the last product's outputs, so it goes into its rows.
-        gamma = weights.take("gamma", dim)
-        weight2 = weights.take("pwconv2.weight", dim, inner) * gamma[:, None]
-        self.reduce = Product(weights, weight2.T, weights.take("pwconv2.bias", dim) * gamma)
+        gamma = take("gamma", dim)
+        weight2 = take("pwconv2.weight", dim, inner) * gamma[:, None]
+        self.reduce = Product(place(weight2.T), place(take("pwconv2.bias", dim) * gamma))
         self.taps = Taps(7, 1, dim, layout)
 
     def __call__(self, x: Tensor, history: Tensor) -> Tensor:
@@ -301,7 +272,7 @@ class _TransformerLayer:
             return weights.take(f"{name}.weight", *shape)
 
         def product(weight: Tensor) -> Product:
-            return Product(weights, weight.T, None)
+            return Product(weights.place(weight.T), None)
 
         self.attention_norm = weights.place(take("attention_norm", dim))
         self.wqkv = product(take("attention.wqkv", 3 * width, dim))

@@ -13,24 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.codec.product import Product
 from model.codec.spectral_layers import ConvNeXt, WindowLayer, overlap_add
 
 if TYPE_CHECKING:
     from model.codec.spectral import CodecState, SpectralCodec
 
 
-def _fold(norm: nn.LayerNorm, linear: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Weight and bias of `linear` after `norm` without its affine part, transposed for `addmm`."""
+def _fold(norm: nn.LayerNorm, linear: nn.Linear) -> Product:
+    """`linear` after `norm` without its affine part."""
     weight = linear.weight * norm.weight
     bias = linear.weight @ norm.bias
     if linear.bias is not None:
         bias = bias + linear.bias
-    return weight.t().contiguous(), bias
+    return Product(weight.t(), bias)
 
 
-def _scaled(linear: nn.Linear, scale: Tensor) -> Tensor:
-    """Transposed weight of `scale * linear`"""
-    return (linear.weight * scale[:, None]).t().contiguous()
+def _scaled(linear: nn.Linear, scale: Tensor) -> Product:
+    """`scale * linear`"""
+    bias = None if linear.bias is None else linear.bias * scale
+    return Product((linear.weight * scale[:, None]).t(), bias)
 
 
 class FusedLayer:
@@ -38,9 +40,9 @@ class FusedLayer:
 
     def __init__(self, layer: WindowLayer) -> None:
         self.layer, self.num_heads, self.past = layer, layer.num_heads, layer.window - 1
-        self.qkv, self.qkv_bias = _fold(layer.attention_norm, layer.qkv)
+        self.qkv = _fold(layer.attention_norm, layer.qkv)
         self.out = _scaled(layer.out, layer.attention_scale)
-        self.gate_up, self.gate_up_bias = _fold(layer.ffn_norm, layer.gate_up)
+        self.gate_up = _fold(layer.ffn_norm, layer.gate_up)
         self.down = _scaled(layer.down, layer.ffn_scale)
         self.bias: dict[int, Tensor] = {}  # by frames per call
 
@@ -50,17 +52,18 @@ class FusedLayer:
         num_frames, head_dim = x.shape[0] // num_rows, dim // self.num_heads
         if num_frames not in self.bias:
             self.bias[num_frames] = self.layer.position_bias(num_frames, num_frames + self.past)
-        qkv = torch.addmm(self.qkv_bias, F.layer_norm(x, (dim,)), self.qkv)
+        qkv = self.qkv(F.layer_norm(x, (dim,)))
         qkv = qkv.view(num_rows, num_frames, 3, self.num_heads, head_dim).permute(0, 2, 3, 1, 4)
         keys_values = torch.cat([history, qkv[:, 1:]], dim=3)
-        scores = qkv[:, 0] @ keys_values[:, 0].transpose(2, 3) * head_dim**-0.5
+        # Contiguous operands take the same product for one stream as for many.
+        queries, keys, values = (t.contiguous() for t in (qkv[:, 0], *keys_values.unbind(1)))
+        scores = queries @ keys.transpose(2, 3) * head_dim**-0.5
         scores += self.bias[num_frames]
         scores[..., : self.past].masked_fill_(unborn[:, None, None], -math.inf)
-        h = (scores.softmax(-1) @ keys_values[:, 1]).transpose(1, 2).reshape(-1, dim)
-        x = torch.addmm(x, h, self.out)
-        h = torch.addmm(self.gate_up_bias, F.layer_norm(x, (dim,)), self.gate_up)
-        gate, up = h.chunk(2, dim=-1)
-        x = torch.addmm(x, F.silu(gate) * up, self.down)
+        h = (scores.softmax(-1) @ values).transpose(1, 2).reshape(-1, dim)
+        x = x + self.out(h)
+        gate, up = self.gate_up(F.layer_norm(x, (dim,))).chunk(2, dim=-1)
+        x = x + self.down(F.silu(gate) * up)
         return x, keys_values[:, :, :, num_frames:]
 
 
@@ -71,9 +74,8 @@ class FusedBlock:
         self.taps = block.depthwise.weight[:, 0].t().contiguous()  # [kernel, dim]
         assert block.depthwise.bias is not None
         self.taps_bias = block.depthwise.bias
-        self.up, self.up_bias = _fold(block.norm, block.up)
+        self.up = _fold(block.norm, block.up)
         self.down = _scaled(block.down, block.scale)
-        self.down_bias = block.down.bias * block.scale
 
     def step(self, x: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
         """x: [B, H, dim], history: [B, kernel - 1, dim] -> x, history"""
@@ -81,8 +83,8 @@ class FusedBlock:
         seen = torch.cat([history, x], dim=1)
         # A multiply and a sum: at a few hops per call it costs a third of a convolution call.
         h = (seen.unfold(1, len(self.taps), 1).transpose(2, 3) * self.taps).sum(2) + self.taps_bias
-        h = torch.addmm(self.up_bias, F.layer_norm(h, (dim,)).view(-1, dim), self.up)
-        h = torch.addmm(self.down_bias, F.gelu(h, approximate="tanh"), self.down)
+        h = self.up(F.layer_norm(h, (dim,)).view(-1, dim))
+        h = self.down(F.gelu(h, approximate="tanh"))
         return x + h.view(num_rows, num_hops, dim), seen[:, num_hops:]
 
 
@@ -97,8 +99,9 @@ class FusedDecoder:
         self.offsets = (sizes.cumsum(0) - sizes)[:, None]
         self.layers = [FusedLayer(m) for m in codec.decoder.layers if isinstance(m, WindowLayer)]
         self.blocks = [FusedBlock(m) for m in codec.decoder.blocks if isinstance(m, ConvNeXt)]
-        self.split = codec.decoder.split.weight.t().contiguous()
-        self.head, self.head_bias = _fold(codec.decoder.norm_out, codec.decoder.head)
+        split = codec.decoder.split
+        self.split = Product(split.weight.t(), split.bias)
+        self.head = _fold(codec.decoder.norm_out, codec.decoder.head)
         past = self.config.attention_frames - 1
         self.past_index = torch.arange(past, 0, -1, device=self.table.device)  # frames back
 
@@ -121,7 +124,7 @@ class FusedDecoder:
         state["keys_values"].index_copy_(0, rows, torch.stack(updated, dim=1))
         state["num_frames"].index_copy_(0, rows, (seen + num_frames).clamp(max=c.attention_frames))
 
-        h = torch.addmm(decoder.split.bias, x, self.split).view(num_rows, -1, c.decoder_dim)
+        h = self.split(x).view(num_rows, -1, c.decoder_dim)
         h = decoder.norm_in(h)
         conv = state["conv"][rows]
         updated = []
@@ -131,7 +134,7 @@ class FusedDecoder:
         state["conv"].index_copy_(0, rows, torch.stack(updated, dim=1))
 
         h = F.layer_norm(h, (c.decoder_dim,)).flatten(0, 1)
-        spectrum = torch.addmm(self.head_bias, h, self.head).view(num_rows, -1, 2 * c.num_bins)
+        spectrum = self.head(h).view(num_rows, -1, 2 * c.num_bins)
         wav, tail = overlap_add(decoder.chunks(spectrum), state["tail"][rows], c.hop_samples)
         state["tail"].index_copy_(0, rows, tail)
         return wav

@@ -135,3 +135,23 @@ def test_config_refuses_what_it_does_not_know() -> None:
 def test_size_is_within_the_embedded_budget() -> None:
     num_parameters = sum(p.numel() for p in SpectralCodec(SpectralConfig()).parameters())
     assert num_parameters <= 7_270_000
+
+
+@pytest.mark.parametrize("config", [SMALL, SpectralConfig()], ids=["small", "full"])
+def test_other_streams_do_not_change_the_bits(config: SpectralConfig) -> None:
+    codec = make_codec(config)
+    codes = make_codes(codec, 4, 30)
+
+    def play(rows: list[int]) -> Tensor:
+        state, slots = codec.init_state(6), torch.tensor([5 - row for row in rows])
+        frames = [codec.decode_stream(f, state, slots) for f in codes[rows].split(1, dim=2)]
+        return torch.cat(frames, dim=1)
+
+    together = play([0, 1, 2, 3])
+    for row in range(4):
+        alone = play([row])[0]
+        assert codec._fused is not None
+        if codec._fused.head.is_row_exact:
+            assert torch.equal(together[row], alone), float((together[row] - alone).abs().max())
+        else:
+            torch.testing.assert_close(together[row], alone, atol=1e-6, rtol=0)
