@@ -7,6 +7,8 @@ refused is refused before the upgrade, in the shape that the clients of the path
 401 without a valid key, 403 for an origin that is not listed, 429 for one session too many.
 """
 
+import asyncio
+import contextlib
 import hmac
 import secrets
 from collections import Counter
@@ -30,6 +32,7 @@ KEY_SUBPROTOCOL = "plosive.key."
 MIN_KEY_CHARS = 16
 _PUBLIC_PATHS = ("/health", "/ready", "/")  # the page is asked for before a key can be typed
 _MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+_DISCARD_S = 30.0
 
 
 class AuthError(PlosiveError):
@@ -222,7 +225,9 @@ class Gate:
         if scope["type"] == "websocket":
             await WebSocket(scope, receive, send).send_denial_response(response)
             return
-        await _discard_body(receive)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                await _discard_body(receive)
         await response(scope, receive, send)
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import hmac
+import os
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from websockets.exceptions import InvalidStatus
 
 from clients import ConnectionFailed, connect
 from clients.voices import add_voice, list_voices
+from realtime.__main__ import main
 from realtime.auth import ApiKeys, load_api_keys, presented_key
 from realtime.config import ConfigError, ServerConfig
 from realtime.wire import SUBPROTOCOL
@@ -60,50 +63,49 @@ async def test_without_keys_everybody_is_let_in(tmp_path: Path) -> None:
             assert (await socket_status(served, additional_headers=headers))[0] == 101
 
 
-@pytest.mark.parametrize(
-    ("headers", "status", "code"),
-    [
-        ({}, 401, "missing_api_key"),
-        ({"Authorization": "Bearer"}, 401, "missing_api_key"),
-        ({"Authorization": f"Basic {KEY}"}, 401, "missing_api_key"),
-        (bearer(WRONG), 401, "invalid_api_key"),
-        (bearer(KEY[:-1]), 401, "invalid_api_key"),
-        (bearer(KEY + "x"), 401, "invalid_api_key"),
-        ({"xi-api-key": WRONG}, 401, "invalid_api_key"),
-        (bearer(KEY), 200, None),
-        ({"authorization": f"bearer  {KEY}"}, 200, None),
-        ({"xi-api-key": OTHER}, 200, None),
-    ],
-)
-async def test_keys_over_http_and_sockets(
-    closed: Served, headers: dict[str, str], status: int, code: str | None
-) -> None:
-    async with closed.http() as http:
-        response = await http.get("/v1/voices", headers=headers)
-    assert response.status_code == status
-    upgraded, answer = await socket_status(closed, additional_headers=headers)
-    assert upgraded == (101 if status == 200 else status)
-    if code is not None:
-        assert response.json()["error"]["code"] == code
-        assert response.headers["www-authenticate"] == "Bearer"
-        assert answer["www-authenticate"] == "Bearer"
-        assert not closed.engine.commands  # no slot was touched
-        assert closed.engine.slots.num_free == closed.engine.info.num_slots
+CASES: list[tuple[dict[str, str], int, str | None]] = [
+    ({}, 401, "missing_api_key"),
+    ({"Authorization": "Bearer"}, 401, "missing_api_key"),
+    ({"Authorization": f"Basic {KEY}"}, 401, "missing_api_key"),
+    (bearer(WRONG), 401, "invalid_api_key"),
+    (bearer(KEY[:-1]), 401, "invalid_api_key"),
+    (bearer(KEY + "x"), 401, "invalid_api_key"),
+    ({"xi-api-key": WRONG}, 401, "invalid_api_key"),
+    (bearer(KEY), 200, None),
+    ({"authorization": f"bearer  {KEY}"}, 200, None),
+    ({"xi-api-key": OTHER}, 200, None),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "status"),
-    [
+async def test_keys_over_http_and_sockets(closed: Served) -> None:
+    for headers, status, code in CASES:
+        async with closed.http() as http:
+            response = await http.get("/v1/voices", headers=headers)
+        assert response.status_code == status, headers
+        if code is not None:
+            upgraded, answer = await socket_status(closed, additional_headers=headers)
+            assert upgraded == 401, headers
+            assert response.json()["error"]["code"] == code, headers
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert answer["www-authenticate"] == "Bearer"
+            assert not closed.engine.commands  # no slot was touched
+            assert closed.engine.slots.num_free == closed.engine.info.num_slots
+        else:
+            assert (await socket_status(closed, additional_headers=headers))[0] == 101
+            await closed.until_free()
+
+
+async def test_key_as_a_subprotocol(closed: Served) -> None:
+    """As browsers send it; the answer never names the key."""
+    for name, status in (
         ("plosive.key." + KEY, 101),
         ("plosive.key.key-of-the-second%2Fclient%2B", 101),
         ("plosive.key." + WRONG, 401),
         ("plosive.key.", 401),
         ("plosive.other." + KEY, 401),
-    ],
-)
-async def test_key_as_a_subprotocol(closed: Served, name: str, status: int) -> None:
-    """As browsers send it; the answer never names the key."""
-    assert (await socket_status(closed, subprotocols=[SUBPROTOCOL, name]))[0] == status
+    ):
+        await closed.until_free()
+        assert (await socket_status(closed, subprotocols=[SUBPROTOCOL, name]))[0] == status, name
 
 
 async def test_each_route_but_the_public_ones(closed: Served) -> None:
@@ -224,27 +226,27 @@ def test_keys_that_cannot_be_used_stop_the_start(tmp_path: Path, content: str | 
 # ---------------------------------------------------------------------------- origins
 
 
-@pytest.mark.parametrize(
-    ("origin", "is_allowed"),
-    [
-        (None, True),  # no browser
-        ("https://app.example.org", True),
-        ("https://APP.example.org", True),
-        ("http://app.example.org", False),
-        ("https://app.example.org.evil.net", False),
-        ("https://app.example.org:8443", False),
-        ("null", False),
-    ],
-)
-async def test_origins(tmp_path: Path, origin: str | None, is_allowed: bool) -> None:
+async def test_origins(tmp_path: Path) -> None:
     allowed = "https://app.example.org/, http://localhost:3000"
-    headers = {} if origin is None else {"Origin": origin}
     async with serving(tmp_path, allowed_origins=allowed) as served, served.http() as http:
-        status, _ = await socket_status(served, additional_headers=headers)
-        response = await http.get("/v1/voices", headers=headers)
-    assert (status, response.status_code) == ((101, 200) if is_allowed else (403, 403))
-    if not is_allowed:
-        assert response.json()["error"]["code"] == "origin_not_allowed"
+        for origin, status in (
+            (None, 200),  # no browser
+            ("https://app.example.org", 200),
+            ("https://APP.example.org", 200),
+            ("http://localhost:3000", 200),
+            ("http://app.example.org", 403),
+            ("https://app.example.org.evil.net", 403),
+            ("https://app.example.org:8443", 403),
+            ("null", 403),
+        ):
+            await served.until_free()
+            headers = {} if origin is None else {"Origin": origin}
+            upgraded, _ = await socket_status(served, additional_headers=headers)
+            response = await http.get("/v1/voices", headers=headers)
+            assert response.status_code == status, origin
+            assert upgraded == (101 if status == 200 else 403), origin
+            if status == 403:
+                assert response.json()["error"]["code"] == "origin_not_allowed"
 
 
 def test_origins_must_be_origins() -> None:
@@ -285,3 +287,33 @@ async def test_sessions_of_one_address_without_keys(tmp_path: Path) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             async with served.connect():
                 pass
+
+
+# ---------------------------------------------------------------------------- the command line
+
+
+async def test_plosive_voices_shows_its_key(
+    closed: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    voices = ["voices", "--url", url(closed)]
+    assert await asyncio.to_thread(main, voices) == 1
+    assert "needs an API key" in capsys.readouterr().err
+    assert await asyncio.to_thread(main, [*voices, "--api-key", KEY]) == 0
+    monkeypatch.setenv("PLOSIVE_API_KEY", OTHER)
+    assert await asyncio.to_thread(main, voices) == 0
+    assert "tone" in capsys.readouterr().out
+
+
+async def test_plosive_say_shows_its_key(closed: Served, tmp_path: Path) -> None:
+    out = tmp_path / "said.wav"
+    say = ("-m", "realtime", "say", "Hello.", "--url", url(closed), "--out", str(out))
+    environ = dict(os.environ) | {"PLOSIVE_API_KEY": KEY}
+    process = await asyncio.create_subprocess_exec(sys.executable, *say, env=environ)
+    assert await process.wait() == 0 and out.exists()
+
+
+def test_serve_does_not_start_with_keys_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--api-keys-file", str(tmp_path / "none")]) == 2
+    assert "cannot read" in capsys.readouterr().err
