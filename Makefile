@@ -1,19 +1,27 @@
 # Each target does all the set-up it needs: a virtual environment in .venv, from pip alone.
-PYTHON ?= $(firstword $(shell command -v python3.12 python3.11 python3))
+# The first of these that runs and is new enough; `make demo PYTHON=...` chooses another.
+PYTHON ?= $(shell for python in python3.12 python3.11 python3 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS := $(VENV)/clients
+INSTALL := -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-clients check bench clean
 
 demo: $(VENV)/.installed  ## speak a sentence through a real local server, print its TTFA
-	$(BIN)/plosive say "Hello! I am Plosive, and this sentence left the server while it was still being spoken." --out demo.wav
+	@echo "Starting a local server and saying a sentence ..."
+	@env -u PLOSIVE_URL $(BIN)/plosive say --out demo.wav \
+		"Hello! I am Plosive, and this sentence left the server while it was still being spoken."
+	@echo "TTFA is text sent to first audio packet. Listen to demo.wav; for more: source $(BIN)/activate"
 
 test: check  ## lint, types, layering, then all tests that need no GPU
 	PYTHONASYNCIODEBUG=1 $(BIN)/pytest -m "not gpu"
 
-test-clients: $(VENV)/clients/.installed  ## the agent frameworks (large), in an environment of their own
-	$(VENV)/clients/bin/pytest -W default tests_clients
+test-clients: $(CLIENTS)/.installed  ## the agent frameworks (large), in an environment of their own
+	$(CLIENTS)/bin/pytest -W default tests_clients
 
 check: $(VENV)/.installed-dev  ## ruff, ruff format, mypy --strict, layering
 	$(BIN)/ruff check .
@@ -22,26 +30,30 @@ check: $(VENV)/.installed-dev  ## ruff, ruff format, mypy --strict, layering
 	$(BIN)/pytest tests/test_layering.py tests/test_docs.py
 
 bench: $(VENV)/.installed  ## latency sweep on this machine: c = 1, 2, 4
-	$(BIN)/python -m bench_ttfa
+	@$(BIN)/python -m bench_ttfa
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
-
-# A CPU build of torch where one is to be had: a tenth of the size, and all that the demo needs.
-$(VENV)/.installed: $(BIN)/python pyproject.toml
-	$(BIN)/pip install --quiet torch==2.13.0 || $(BIN)/pip install --quiet "torch>=2.11"
-	$(BIN)/pip install --quiet --editable .
-	touch $@
+# The pinned torch is the tested one. The stamps are written last: a set-up that was cut short
+# starts again.
+$(VENV)/.installed: pyproject.toml
+	$(if $(PYTHON),,$(error Plosive needs Python 3.11 or newer; name one with make PYTHON=...))
+	@echo "Setting up $(VENV) with $(PYTHON): 1 to 5 GB, some minutes the first time ..."
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 \
+		|| { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python $(INSTALL) torch==2.13.0 || $(BIN)/python $(INSTALL) "torch>=2.11"
+	@$(BIN)/python $(INSTALL) --editable .
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable ".[dev]"
-	touch $@
+	@echo "Adding the development tools ..."
+	@$(BIN)/python $(INSTALL) --editable ".[dev]"
+	@touch $@
 
-$(VENV)/clients/.installed: $(BIN)/python pyproject.toml
-	$(BIN)/python -m venv $(VENV)/clients
-	$(VENV)/clients/bin/pip install --quiet torch==2.13.0 || $(VENV)/clients/bin/pip install --quiet "torch>=2.11"
-	$(VENV)/clients/bin/pip install --quiet --editable ".[dev,pipecat,livekit]"
-	touch $@
+$(CLIENTS)/.installed: $(VENV)/.installed
+	@echo "Setting up the agent frameworks in $(CLIENTS) ..."
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python $(INSTALL) torch==2.13.0 || $(CLIENTS)/bin/python $(INSTALL) "torch>=2.11"
+	@$(CLIENTS)/bin/python $(INSTALL) --editable ".[dev,pipecat,livekit]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info

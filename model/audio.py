@@ -130,7 +130,7 @@ def _decode(content: bytes, max_seconds: float) -> tuple[Samples, int]:
                     "recording of speech"
                 )
             return _collect(_frames(container), max_seconds)
-    except ClipError:
+    except (ClipError, TypeError, AttributeError):  # a refusal, or a fault that is not the clip's
         raise
     # Damaged input raises more than FFmpeg's own errors: EOFError, ValueError, MemoryError.
     except Exception as error:
