@@ -1,12 +1,18 @@
 """The examples run as programs; the client needs no torch."""
 
 import asyncio
+import importlib.util
 import os
 import sys
+import types
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from clients import NullDevice, Player, connect
+from realtime.wire import TextAppend
 from tests.clients.scripted_server import scripted_server, talker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +47,54 @@ async def test_01_say_one_thing(tmp_path) -> None:
 async def test_examples_print_what_they_show(name, said) -> None:
     async with scripted_server(talker) as server:
         assert said in await run(str(EXAMPLES / f"{name}.py"), server.url)
+
+
+async def test_04_two_voices(tmp_path) -> None:
+    path = tmp_path / "conversation.wav"
+    async with scripted_server(talker) as server:
+        output = await run(str(EXAMPLES / "04_two_voices.py"), server.url, str(path))
+    assert "ann and bob" in output
+    voices = [peer.received[0].voice for peer in server.peers]
+    assert sorted(voices) == ["ann", "bob"]
+    assert path.read_bytes()[:4] == b"RIFF"
+
+
+def load(name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_05_microphone_answers_and_is_interrupted(capsys) -> None:
+    example = load("05_microphone")
+    loud, quiet = np.full(320, 0.2, np.float32), np.zeros(320, np.float32)
+    device = NullDevice()
+
+    async def microphone(player: Player) -> AsyncIterator[np.ndarray]:
+        for _ in range(20):
+            yield loud
+        for _ in range(40):
+            yield quiet
+        while not device.heard.any():  # the answer is playing
+            device.advance(10)
+            await asyncio.sleep(0)
+        for _ in range(10):
+            yield loud
+        num_before = len(device.heard)
+        device.advance(500)
+        assert not device.heard[num_before:].any()
+
+    async with (
+        scripted_server(talker) as server,
+        connect(server.url) as session,
+        Player(session, device) as player,
+    ):
+        await example.converse(player, microphone(player))
+        texts = [m.text for m in server.received if isinstance(m, TextAppend)]
+        assert texts == [example.answer(20 * 20)]
+    assert "interrupted" in capsys.readouterr().out
 
 
 async def test_the_client_and_the_bench_import_no_torch() -> None:
