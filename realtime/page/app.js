@@ -32,9 +32,9 @@ const session = new Session({
     if (id === turn?.id) turn.marks.push({ text, audioMs });
   },
   "turn.done": ({ turn_id: id, metrics }) => {
-    if (id !== turn?.id || !isSpeaking()) return;
+    if (id !== turn?.id) return;
     turn.metrics = metrics;
-    player.finish(metrics.num_samples);
+    if (isSpeaking()) player.finish(metrics.num_samples);
   },
   "turn.cancelled": (message) => {
     if (message.turn_id === turn?.id) settle(message.spoken_text, message.played_ms);

@@ -34,7 +34,7 @@ export function drawWaterfall(body, caption, turn) {
     ? "Milliseconds from the first word; the sound began before the text was complete."
     : "Milliseconds from the commit.";
   if (turn.isInterrupted && turn.metrics === null) {
-    caption.textContent += " The server reports its stages at the end of a turn; this one had none.";
+    caption.textContent += " The server tells its stages with the last packet, which did not come.";
   }
 
   const startMs = times.first_text;
