@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote
 
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
@@ -144,6 +146,19 @@ def make_rules(config: ServerConfig, keys: ApiKeys, session_paths: Iterable[str]
         is_metrics_public=config.public_metrics,
         session_paths=frozenset(session_paths),
     )
+
+
+def protect(app: Starlette, rules: Rules, errors: HttpErrors, metrics: Metrics) -> None:
+    """Put the gate before every route; pages of listed origins may also read what it answers."""
+    app.add_middleware(Gate, rules=rules, errors=errors, metrics=metrics)
+    if rules.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(rules.origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+        )
 
 
 class Gate:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI, Response, WebSocket
 from fastapi.responses import JSONResponse
 
-from realtime.auth import ApiKeys, Gate, make_rules
+from realtime.auth import ApiKeys, make_rules, protect
 from realtime.config import ServerConfig
 from realtime.errors import CapacityError
 from realtime.http_errors import HttpErrors
@@ -45,8 +45,7 @@ def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore, keys: A
     _add_realtime(app, hub, errors)
     _add_operations(app, hub, metrics)
     errors.install(app)
-    rules = make_rules(config, keys, ())
-    app.add_middleware(Gate, rules=rules, errors=errors, metrics=metrics)
+    protect(app, make_rules(config, keys, ()), errors, metrics)
     return app
 
 

@@ -249,6 +249,25 @@ async def test_origins(tmp_path: Path) -> None:
                 assert response.json()["error"]["code"] == "origin_not_allowed"
 
 
+async def test_pages_of_a_listed_origin_may_ask_and_read(tmp_path: Path) -> None:
+    """A browser's preflight brings no key, and its page may read a refusal too."""
+    origin = {"Origin": "https://app.example.org"}
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    options = {"keys": ApiKeys([KEY]), "allowed_origins": origin["Origin"]}
+    async with serving(tmp_path, **options) as served, served.http() as http:
+        preflight = await http.options("/v1/audio/speech", headers=origin | asked)
+        refused = await http.post("/v1/audio/speech", json=SPEECH, headers=origin)
+        spoken = await http.post("/v1/audio/speech", json=SPEECH, headers=origin | bearer(KEY))
+        other = await http.options("/v1/audio/speech", headers={"Origin": "http://evil"} | asked)
+    assert [r.status_code for r in (preflight, refused, spoken, other)] == [200, 401, 200, 400]
+    for response in (preflight, refused, spoken):
+        assert response.headers["access-control-allow-origin"] == origin["Origin"]
+    assert "access-control-allow-origin" not in other.headers
+
+
 def test_origins_must_be_origins() -> None:
     with pytest.raises(ConfigError, match="allowed_origins"):
         ServerConfig(allowed_origins="example.org")
