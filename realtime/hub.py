@@ -5,9 +5,10 @@ until then no other connection gets it, and every event of the slot goes to that
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 
 from realtime.audio_encoder import pre_skip_samples
@@ -61,6 +62,7 @@ class Hub:
         self.egress = Egress(info.sample_rate, info.num_slots, engine.slots, self._deliver, metrics)
         self._tenants: dict[int, Connection] = {}  # by slot.idx, until SlotClosed
         self._running: set[Connection] = set()
+        self._num_guests = 0
         self.slot_released = asyncio.Event()  # set and cleared at once: wakes who waits for a slot
         self._all_gone = asyncio.Event()
         self._all_gone.set()
@@ -188,8 +190,23 @@ class Hub:
             await connection.run()
         finally:
             self._running.discard(connection)
-            if not self._running:
-                self._all_gone.set()
+            self._look_if_all_gone()
+
+    @contextlib.contextmanager
+    def guest(self) -> Iterator[None]:
+        """A drain waits for whoever is in here: for what has still to go from a session in memory
+        to the client behind it."""
+        self._num_guests += 1
+        self._all_gone.clear()
+        try:
+            yield
+        finally:
+            self._num_guests -= 1
+            self._look_if_all_gone()
+
+    def _look_if_all_gone(self) -> None:
+        if not self._running and not self._num_guests:
+            self._all_gone.set()
 
     # ------------------------------------------------------------------ towards the engine
 

@@ -1,4 +1,4 @@
-"""The ASGI application: the `/v1/realtime` socket, voices, health, readiness and metrics."""
+"""The ASGI application: the `/v1/realtime` socket, voices, other APIs, health, readiness and metrics."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI, Response, WebSocket
 from fastapi.responses import JSONResponse
 
+from realtime.adapters import fish, openai
 from realtime.auth import ApiKeys, make_rules, protect
 from realtime.config import ServerConfig
 from realtime.errors import CapacityError
@@ -18,6 +19,8 @@ from realtime.voice_routes import VoiceRoutes
 from realtime.voices import VoiceStore
 from realtime.wire import PATH, SUBPROTOCOL
 
+SESSION_PATHS = (openai.SPEECH_PATH, fish.TTS_PATH)  # whose answers hold a slot
+
 
 def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore, keys: ApiKeys) -> FastAPI:
     """Everything that the server answers. The engine is started and stopped with the app.
@@ -27,7 +30,10 @@ def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore, keys: A
     metrics = Metrics()
     hub = Hub(engine, config, voices, metrics)
     voice_routes = VoiceRoutes(engine, config, voices)
-    errors = HttpErrors({})
+    shapes = dict.fromkeys(openai.PATHS, openai.error_shape)
+    errors = HttpErrors(shapes | dict.fromkeys(fish.PATHS, fish.error_shape))
+    fish_routes = fish.Fish(hub, engine, config, voices, errors)
+    openai_routes = openai.OpenAiRoutes(hub, engine.info, config, voices, errors)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -36,16 +42,19 @@ def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore, keys: A
             yield
         finally:
             voice_routes.close()
+            fish_routes.close()
             await hub.stop()
 
     app = FastAPI(title="Plosive", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.hub = hub
     app.include_router(voice_routes.router)
+    app.include_router(fish_routes.router)
+    app.include_router(openai_routes.router)
     app.include_router(page_router())
     _add_realtime(app, hub, errors)
     _add_operations(app, hub, metrics)
     errors.install(app)
-    protect(app, make_rules(config, keys, ()), errors, metrics)
+    protect(app, make_rules(config, keys, SESSION_PATHS), errors, metrics)
     return app
 
 

@@ -152,9 +152,9 @@ class VoiceStore:
         self._user_dir.mkdir(parents=True, exist_ok=True)
         description = {"name": voice.name, "text": voice.text, "codec": self._codec_id}
         path = self._user_dir / voice.name
-        _write_atomically(path.with_suffix(".json"), json.dumps(description).encode())
+        write_atomically(path.with_suffix(".json"), json.dumps(description).encode())
         blob = safetensors.numpy.save({"codes": np.ascontiguousarray(voice.codes)})
-        _write_atomically(path.with_suffix(".safetensors"), blob)  # last: now the voice exists
+        write_atomically(path.with_suffix(".safetensors"), blob)  # last: now the voice exists
 
     def _read_all(self, folder: Path, *, any_codec: bool) -> dict[str, VoicePrompt]:
         voices = {}
@@ -197,7 +197,7 @@ def _check_name(name: str) -> None:
         )
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(data)

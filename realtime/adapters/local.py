@@ -30,12 +30,13 @@ _serving: set[asyncio.Task[None]] = set()  # the event loop itself holds its tas
 @contextlib.asynccontextmanager
 async def open_session(
     hub: Hub,
-    start: wire.SessionStart,
+    start: wire.SessionStart | None = None,
     *,
     slot: SlotRef | None = None,
     find_voice: Callable[[str], VoicePrompt] | None = None,
 ) -> AsyncIterator["LocalSession"]:
-    """A session with `start` sent. Leaving the context, also by cancellation, frees its slot.
+    """A session, with `start` sent if it is given; leaving the context, also by cancellation,
+    frees its slot.
 
     Args:
         slot: from `Hub.admit`, if the caller has admitted its client already; else one is taken.
@@ -46,13 +47,15 @@ async def open_session(
     """
     socket = _MemorySocket()
     serving = _Serving(hub, socket, hub.admit() if slot is None else slot, find_voice)
-    try:
-        session = LocalSession(socket)
-        await session.send(start)
-        yield session
-    finally:
-        serving.stop()
-        await asyncio.wait((serving.task,))
+    with hub.guest():
+        try:
+            session = LocalSession(socket)
+            if start is not None:
+                await session.send(start)
+            yield session
+        finally:
+            serving.stop()
+            await asyncio.wait((serving.task,))
 
 
 class LocalSession:
@@ -216,6 +219,7 @@ class _Channel(Generic[_T]):
 
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
+        self._putting = asyncio.Lock()
         self._changed = asyncio.Event()
         self._ended: ConnectionLost | None = None
 
@@ -223,12 +227,14 @@ class _Channel(Generic[_T]):
         return len(self._items)
 
     async def put(self, item: _T) -> None:
-        while self._ended is None and len(self._items) >= _MAX_FRAMES:
-            await self._wait()
-        if self._ended is not None:
-            raise self._ended
-        self._items.append(item)
-        self._changed.set()
+        """Of several that wait, the first comes first."""
+        async with self._putting:
+            while self._ended is None and len(self._items) >= _MAX_FRAMES:
+                await self._wait()
+            if self._ended is not None:
+                raise self._ended
+            self._items.append(item)
+            self._changed.set()
 
     async def take(self) -> _T:
         while self._ended is None and not self._items:

@@ -1,0 +1,122 @@
+"""The Fish Audio API: `POST /v1/tts`, `/v1/tts/live` and `/model`, for clients that have its URL changed.
+
+Every error body is exactly `{"status", "message"}`: a client of theirs refuses anything else.
+"""
+
+from functools import partial
+
+from fastapi import APIRouter, Request, Response, WebSocket
+
+from realtime.adapters.fish_live import LiveSocket
+from realtime.adapters.fish_models import Models
+from realtime.adapters.fish_request import parse_body
+from realtime.adapters.fish_voices import Voices
+from realtime.adapters.local import open_session
+from realtime.adapters.speech import MAX_LEAD_MS, BodyReader, SpeechResponse, session_pcm, speak
+from realtime.config import ServerConfig
+from realtime.errors import CapacityError, PlosiveError
+from realtime.http_errors import HttpErrors
+from realtime.hub import Hub
+from realtime.pingpong.api import Engine
+from realtime.pingpong.messages import SlotRef
+from realtime.voices import VoiceStore
+from realtime.wire import SessionStart
+
+TTS_PATH = "/v1/tts"
+LIVE_PATH = "/v1/tts/live"
+TIMESTAMPS_PATH = "/v1/tts/live/with-timestamp"
+MODEL_PATH = "/model"
+_BODY_BYTES = 1024 * 1024  # of a request around its clips, which base64 makes a third longer
+PATHS = (TTS_PATH, MODEL_PATH)
+
+
+def error_shape(status: int, error: PlosiveError) -> object:
+    return {"status": status, "message": error.message}
+
+
+class Fish:
+    """Mount `router`; `close` when the server stops."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        engine: Engine,
+        config: ServerConfig,
+        store: VoiceStore,
+        errors: HttpErrors,
+    ) -> None:
+        self._hub = hub
+        self._config = config
+        self._errors = errors
+        self._pcm = session_pcm(engine.info.sample_rate)
+        self._voices = Voices(engine, config, store)
+        self._body = BodyReader(_BODY_BYTES + config.max_clip_bytes * 4 // 3)
+        models = Models(store, self._voices, config.resolved_voices_dir() / "fish", self._body)
+        self.router = APIRouter()
+        for path, endpoint, methods, status in (
+            (TTS_PATH, self._speak, ["POST"], 200),
+            (MODEL_PATH, models.search, ["GET"], 200),
+            (MODEL_PATH, models.create, ["POST"], 201),
+            (MODEL_PATH + "/{model_id:path}", models.get, ["GET"], 200),
+            (MODEL_PATH + "/{model_id:path}", models.update, ["PATCH"], 200),
+            (MODEL_PATH + "/{model_id:path}", models.delete, ["DELETE"], 204),
+        ):
+            self.router.add_api_route(
+                path, endpoint, methods=methods, status_code=status, response_model=None
+            )
+        self.router.add_api_websocket_route(LIVE_PATH, self._live)
+        self.router.add_api_websocket_route(TIMESTAMPS_PATH, self._live_with_timestamps)
+
+    def close(self) -> None:
+        self._voices.close()
+
+    # ------------------------------------------------------------------ POST /v1/tts
+
+    async def _speak(self, request: Request) -> Response:
+        content_type = request.headers.get("content-type", "")
+        tts = parse_body(content_type, await self._body.read(request))
+        if not tts.text.strip():
+            raise PlosiveError("invalid_field", "text: there is nothing to say", param="text")
+        start = SessionStart(
+            voice=await self._voices.choose(tts),
+            format=self._pcm,
+            sampling=tts.sampling,
+            max_lead_ms=MAX_LEAD_MS,
+        )
+        encoder = tts.make_encoder(self._pcm.sample_rate)
+        chunks = speak(self._hub, start, tts.text, encoder, self._voices.find)
+        stall_s = self._config.write_stall_s
+        explain = partial(self._errors.respond, TTS_PATH)
+        return SpeechResponse(chunks, encoder.content_type, explain, stall_s=stall_s)
+
+    # ------------------------------------------------------------------ /v1/tts/live
+
+    async def _live(self, websocket: WebSocket) -> None:
+        await self._serve_live(websocket, with_timestamps=False)
+
+    async def _live_with_timestamps(self, websocket: WebSocket) -> None:
+        await self._serve_live(websocket, with_timestamps=True)
+
+    async def _serve_live(self, websocket: WebSocket, *, with_timestamps: bool) -> None:
+        slot = await self._admit(websocket)
+        if slot is None:
+            return
+        async with open_session(self._hub, slot=slot, find_voice=self._voices.find) as session:
+            await websocket.accept()
+            live = LiveSocket(
+                websocket,
+                session,
+                self._voices,
+                pcm=self._pcm,
+                stall_s=self._config.write_stall_s,
+                with_timestamps=with_timestamps,
+            )
+            await live.run()
+
+    async def _admit(self, websocket: WebSocket) -> SlotRef | None:
+        """Refused before the upgrade: a client that is let in and dropped would come back at once."""
+        try:
+            return self._hub.admit()
+        except CapacityError as error:
+            await websocket.send_denial_response(self._errors.respond(LIVE_PATH, error))
+            return None

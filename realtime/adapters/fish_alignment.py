@@ -1,0 +1,54 @@
+"""Where in the audio each word is: Fish's `alignment` from the session's `turn.text` messages."""
+
+import re
+from typing import Any
+
+_WORD = re.compile(r"\s*\S+\s*")
+
+
+class Alignment:
+    """Of one speech. Each of the session's turns is a chunk with times of its own.
+
+    Within the text that a message adds, time is shared out by the length of the words.
+    """
+
+    def __init__(self) -> None:
+        self.is_news = False
+        self._seq = 0
+        self._offset_s = 0.0
+        self._text = ""
+        self._audio_s = 0.0
+        self._segments: list[dict[str, Any]] = []
+
+    def add(self, text: str, audio_ms: float) -> None:
+        """By `audio_ms` of the turn, `text` has been spoken; it begins with what was told before."""
+        new, start_s = text[len(self._text) :], self._audio_s
+        self._text, self._audio_s = text, audio_ms / 1000.0
+        s_per_char = (self._audio_s - start_s) / max(1, len(new))
+        for match in _WORD.finditer(new):
+            self._segments.append(
+                {
+                    "text": match.group().strip(),
+                    "start": round(start_s + s_per_char * match.start(), 3),
+                    "end": round(start_s + s_per_char * match.end(), 3),
+                }
+            )
+        self.is_news = True
+
+    def next_chunk(self) -> None:
+        """The turn is over."""
+        self._seq += 1
+        self._offset_s += self._audio_s
+        self._text, self._audio_s, self._segments = "", 0.0, []
+
+    def take(self) -> dict[str, Any]:
+        """The fields of the next audio event; the alignment is null where there is no news."""
+        snapshot = {"segments": self._segments, "audio_duration": round(self._audio_s, 3)}
+        fields = {
+            "content": self._text,
+            "alignment": snapshot if self.is_news else None,
+            "chunk_seq": self._seq,
+            "chunk_audio_offset_sec": round(self._offset_s, 3),
+        }
+        self.is_news = False
+        return fields

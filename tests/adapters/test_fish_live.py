@@ -1,0 +1,391 @@
+"""`/v1/tts/live`: events, several starts on one socket, interruptions, errors, leaving at any stage."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ormsgpack
+import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from realtime.adapters import fish_live
+from realtime.pingpong.messages import CancelTurn, EndTurn, OpenSlot, SetText
+from tests.adapters.fish_support import LIVE, TEXT, assert_same, decode, live, pcm_of
+from tests.fakes import FakeEngine
+from tests.realtime.support import make_engine, serving
+from tests.realtime.test_voices import clip
+
+SENTENCES = ("The quick brown fox jumps. ", "It runs over the lazy dog. ", "Then it sleeps.")
+
+
+def spoken(engine: FakeEngine) -> str:
+    """All text that the engine was given to speak, in order."""
+    closed = [c for c in engine.seen(SetText) if isinstance(c, SetText) and c.is_closed]
+    return " ".join(command.text.strip() for command in closed)
+
+
+def said(engine: FakeEngine, *turn_ids: int) -> np.ndarray:
+    return np.concatenate([engine.pcm(0, turn_id) for turn_id in turn_ids])
+
+
+# ---------------------------------------------------------------------------- turns
+
+
+async def test_turns_on_one_socket(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served:
+        async with live(served) as fish:
+            for turn_id in (1, 2, 3):
+                await fish.start()
+                for sentence in SENTENCES:
+                    await fish.send("text", text=sentence)
+                    await fish.send("flush")
+                await fish.send("stop")
+                audio = await fish.until_finish()
+                assert_same(pcm_of(audio), engine.pcm(0, turn_id), 24_000, 24_000)
+            assert spoken(engine) == " ".join("".join(SENTENCES) for _ in range(3))
+            assert len(engine.seen(OpenSlot)) == 1, "one session, prefilled once"
+        await served.until_free()
+
+
+async def test_starts_that_do_not_wait_are_spoken_in_order(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        for format in ("pcm", "wav", "pcm"):
+            await fish.start(format=format, text=TEXT)
+            await fish.send("stop")
+        first, second, third = [await fish.until_finish() for _ in range(3)]
+        assert first == third == second[44:] and second[:4] == b"RIFF"
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 24_000, 44_100, None])
+async def test_wav_has_one_header_for_each_start(tmp_path: Path, rate: int | None) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        for turn_id in (1, 2):
+            await fish.start(format="wav", sample_rate=rate)
+            await fish.send("text", text=TEXT)
+            await fish.send("stop")
+            audio = await fish.until_finish()
+            assert audio.count(b"RIFF") == 1 and audio[:4] == b"RIFF"
+            assert_same(pcm_of(audio[44:]), engine.pcm(0, turn_id), 24_000, rate or 44_100)
+
+
+@pytest.mark.parametrize(
+    "request_", [{"format": "mp3"}, {"format": "opus", "opus_bitrate": 64_000}]
+)
+async def test_compressed_formats(tmp_path: Path, request_: dict[str, Any]) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start(**{"sample_rate": None} | request_, text=TEXT)
+        await fish.send("stop")
+        got, rate = decode(await fish.until_finish())
+        excess_s = len(got) / rate - len(engine.pcm(0, 1)) / 24_000
+        assert -1e-4 < excess_s < (0.1 if request_["format"] == "mp3" else 1e-4)
+
+
+async def test_prefill_at_start(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start()
+        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(OpenSlot)))
+
+
+async def test_an_empty_flush_is_not_heard(tmp_path: Path) -> None:
+    """Also one that ends a reply on a socket that never stops: the next reply follows."""
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start()
+        await fish.send("flush")
+        for reply in range(3):
+            for sentence in SENTENCES:
+                await fish.send("text", text=sentence.strip())
+                await fish.send("flush")
+            await fish.send("flush")
+            await fish.send("flush")
+            frames = sum(max(1, len(s.strip()) // 2) for s in SENTENCES)
+            audio = await fish.until_bytes(frames * 960 * 2)
+            assert_same(pcm_of(audio), engine.pcm(0, reply + 1), 24_000, 24_000)
+        assert {event["event"] for event in fish.events} == {"audio"}
+
+
+@pytest.mark.parametrize("has_flush", [True, False])
+async def test_a_socket_that_never_stops_has_no_limit_of_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_flush: bool
+) -> None:
+    """A turn of the session is left for a new one long before its limit, unheard."""
+    monkeypatch.setattr(fish_live, "_MAX_TURN_CHARS", 300)
+    monkeypatch.setattr(fish_live, "_LONG_TURN_CHARS", 150)
+    engine = make_engine(tmp_path)
+    text = TEXT + " "
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start()
+        for _ in range(12):
+            await fish.send("text", text=text)
+            if has_flush:
+                await fish.send("flush")
+        await fish.send("stop")
+        audio = await fish.until_finish()
+        turn_ids = sorted(turn_id for _, turn_id in engine.emitted)
+        assert len(turn_ids) in (3, 4)
+        assert_same(pcm_of(audio), said(engine, *turn_ids), 24_000, 24_000)
+        assert spoken(engine).split() == (text * 12).split()
+
+
+async def test_nothing_to_say(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, live(served) as fish:
+        await fish.start()
+        await fish.send("stop")
+        assert await fish.until_finish() == b""
+        await fish.start(format="wav")
+        await fish.send("stop")
+        assert len(await fish.until_finish()) == 44
+        await fish.start(text=TEXT)
+        await fish.send("stop")
+        assert await fish.until_finish()
+
+
+async def test_unknown_events_are_ignored(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, live(served) as fish:
+        await fish.send("dance")
+        await fish.send("text", text="before any start")
+        await fish.send("flush")
+        await fish.send("stop")
+        await fish.socket.send(ormsgpack.packb({"no": "event"}))
+        await fish.start(text=TEXT)
+        await fish.send("log", level="debug")
+        await fish.send("stop")
+        assert await fish.until_finish()
+        assert [event["event"] for event in fish.events].count("finish") == 1
+
+
+async def test_speed(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start(text=TEXT, prosody={"speed": 1.25, "volume": 0})
+        await fish.send("stop")
+        audio = await fish.until_finish()
+        assert abs(len(audio) / 2 - len(engine.pcm(0, 1)) / 1.25) <= 2
+
+
+# ---------------------------------------------------------------------------- timestamps
+
+
+async def test_timestamps(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served, LIVE + "/with-timestamp") as fish:
+        await fish.start()
+        await fish.send("text", text=TEXT)
+        await fish.send("flush")
+        await fish.send("flush")  # the end of a chunk
+        await fish.send("text", text=" One more thing.")
+        await fish.send("stop")
+        audio = await fish.until_finish()
+    assert_same(pcm_of(audio), said(engine, 1, 2), 24_000, 24_000)
+    chunks = {e["chunk_seq"]: e for e in fish.events if e.get("alignment")}
+    assert list(chunks) == [0, 1]
+    assert [chunk["content"] for chunk in chunks.values()] == [TEXT, " One more thing."]
+    for idx, chunk in chunks.items():
+        segments = chunk["alignment"]["segments"]
+        assert [s["text"] for s in segments] == chunk["content"].split()
+        times = [t for s in segments for t in (s["start"], s["end"])]
+        duration_s = len(engine.pcm(0, idx + 1)) / 24_000
+        assert times == sorted(times) and times[0] == 0.0
+        assert times[-1] == chunk["alignment"]["audio_duration"] == pytest.approx(duration_s)
+    offset_s = len(engine.pcm(0, 1)) / 24_000
+    assert chunks[1]["chunk_audio_offset_sec"] == pytest.approx(offset_s)
+    assert all(isinstance(event["time"], int) for event in fish.events)
+
+
+# ---------------------------------------------------------------------------- voices
+
+
+async def test_voice_and_sampling_of_each_start(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        references = [{"audio": clip(), "text": "what I said"}]
+        for request in ({"temperature": 0.1}, {"references": references}, {"reference_id": None}):
+            await fish.start(text=TEXT, **request)
+            await fish.send("stop")
+            await fish.until_finish()
+        opened = [command for command in engine.seen(OpenSlot) if isinstance(command, OpenSlot)]
+        assert [command.voices[0].text for command in opened] == ["a tone", "what I said", "a tone"]
+        assert [command.sampling.temperature for command in opened] == [0.1, 0.7, 0.7]
+
+
+# ---------------------------------------------------------------------------- interruptions
+
+
+async def test_a_start_without_a_stop_takes_over(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.hold()
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start()
+        await fish.send("text", text=TEXT * 5)
+        await fish.send("flush")
+        engine.let(4)
+        await fish.until("audio")
+        await fish.start(format="wav", text="Something else entirely.")
+        await fish.send("stop")
+        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(CancelTurn)))
+        engine.let_all()
+        audio = await fish.until_finish()
+        audio = audio[audio.index(b"RIFF") + 44 :]
+        assert_same(pcm_of(audio), engine.pcm(0, 2), 24_000, 24_000)
+
+
+@pytest.mark.parametrize("stage", ["connected", "started", "text", "speaking", "stopped"])
+async def test_a_client_that_leaves_frees_the_slot(tmp_path: Path, stage: str) -> None:
+    engine = make_engine(tmp_path, num_slots=1)
+    engine.hold()
+    async with serving(tmp_path, engine) as served:
+        async with live(served) as fish:
+            if stage != "connected":
+                await fish.start()
+            if stage in ("text", "speaking", "stopped"):
+                await fish.send("text", text=TEXT)
+            if stage == "speaking":
+                engine.let(3)
+                await fish.send("flush")
+                await fish.until("audio")
+            if stage == "stopped":
+                await fish.send("stop")
+        await served.until_free()
+        engine.let_all()
+        async with live(served) as fish:  # the slot is usable again, nothing old is heard
+            await fish.start(text=TEXT)
+            await fish.send("stop")
+            audio = await fish.until_finish()
+            assert len(audio) == len(engine.emitted[0, 1]) * 1920 or stage == "speaking"
+
+
+async def test_the_lead_is_bounded_when_nobody_cancels(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine, max_lead_ms=500) as served, live(served) as fish:
+        await fish.start(text=TEXT)
+        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(OpenSlot)))
+        opened = engine.seen(OpenSlot)[0]
+        assert isinstance(opened, OpenSlot) and opened.max_lead_ms == 500
+
+
+async def test_a_client_that_does_not_read_is_closed(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine, write_stall_s=0.3) as served:
+        url = f"ws://127.0.0.1:{served.port}{LIVE}"
+        async with connect(url, proxy=None, close_timeout=0.2, max_queue=1) as socket:
+            start = {"event": "start", "request": {"text": "", "format": "wav"}}
+            await socket.send(ormsgpack.packb(start))
+            await socket.send(ormsgpack.packb({"event": "text", "text": TEXT * 400}))
+            await socket.send(ormsgpack.packb({"event": "stop"}))
+            await served.until_free()
+
+
+# ---------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"reference_id": "nobody"}, "there is no voice"),
+        ({"reference_id": "../x"}, "there is no voice"),
+        ({"format": "flac"}, "format"),
+        ({"sample_rate": 12_345}, "sample_rate"),
+        ({"references": [{"audio": b"no audio", "text": "x"}]}, "not audio"),
+        ({"top_p": "high"}, "top_p"),
+    ],
+)
+async def test_a_bad_start(tmp_path: Path, request_: dict[str, Any], message: str) -> None:
+    async with serving(tmp_path) as served, live(served) as fish:
+        await fish.start(**request_)
+        await fish.send("text", text="this is not spoken")
+        await fish.send("stop")
+        finish = await fish.next()
+        assert finish == {"event": "finish", "reason": "error", "message": finish["message"]}
+        assert message in finish["message"]
+        await fish.start(text=TEXT)  # the socket can be used again
+        await fish.send("stop")
+        await fish.until_finish()
+        assert "not spoken" not in spoken(served.engine)
+
+
+async def test_garbage(tmp_path: Path) -> None:
+    frames: list[bytes | str] = [
+        b"",
+        b"\xc1",
+        ormsgpack.packb({"event": "start"})[:-2],
+        ormsgpack.packb([1, 2]),
+        "a text frame",
+    ]
+    async with serving(tmp_path) as served, live(served) as fish:
+        for frame in frames:
+            await fish.socket.send(frame)
+            assert (await fish.next())["reason"] == "error"
+        await fish.start()
+        await fish.send("text", text=5)
+        assert "text" in (await fish.next())["message"]
+        await fish.start(text=TEXT)
+        await fish.send("stop")
+        await fish.until_finish()
+
+
+async def test_a_flood_of_text_ends_in_an_error(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.hold()
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start()
+        for _ in range(20):
+            await fish.send("text", text="word " * 9_000)
+        assert (await fish.next())["reason"] == "error"
+        engine.let_all()
+        await fish.start(text=TEXT)
+        await fish.send("stop")
+        await fish.until_finish()
+
+
+async def test_an_engine_that_dies_ends_the_socket(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start()
+        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(OpenSlot)))
+        engine.die()
+        assert (await fish.next())["reason"] == "error"
+        with pytest.raises(ConnectionClosed) as closed:
+            await fish.next()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
+
+
+async def test_a_draining_server_finishes_what_is_stopped(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.hold()
+    async with serving(tmp_path, engine, drain_s=10.0) as served, live(served) as fish:
+        await fish.start(text=TEXT)
+        await fish.send("stop")
+        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(EndTurn)))
+        served.server.stop()
+        engine.let_all()
+        audio = await fish.until_finish()
+        assert_same(pcm_of(audio), engine.pcm(0, 1), 24_000, 24_000)
+        with pytest.raises(ConnectionClosed) as closed:
+            await fish.next()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
+
+
+async def test_refused_before_the_upgrade(tmp_path: Path) -> None:
+    async with serving(tmp_path, make_engine(tmp_path, num_slots=1)) as served:
+        async with live(served):
+            with pytest.raises(InvalidStatus) as refused:
+                async with live(served):
+                    pass
+            response = refused.value.response
+            assert response.status_code == 503
+            assert int(response.headers["Retry-After"]) >= 1
+            assert set(json.loads(response.body)) == {"status", "message"}
+        await served.until_free()
+
+
+async def test_no_compression(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, live(served) as fish:
+        assert "Sec-WebSocket-Extensions" not in fish.socket.response.headers
