@@ -1,10 +1,12 @@
 """The client against the real server with the embedded model."""
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
 
-from clients import Sampling, TurnDone, TurnText, connect, decode_turn
+import clients.sync
+from clients import NullDevice, Player, Sampling, TurnDone, TurnText, connect, decode_turn
 from clients.local_server import LocalServer
 from clients.silence import leading_silence_ms
 from clients.voices import list_voices
@@ -81,3 +83,39 @@ async def test_the_same_seed_gives_the_same_audio(url) -> None:
 
 def test_the_default_voice_is_listed(url) -> None:
     assert [voice.is_builtin for voice in list_voices(url) if voice.is_default] == [True]
+
+
+async def test_a_player_hears_the_turn_whole_and_an_interruption_of_two_is_accounted_for(
+    url,
+) -> None:
+    device = NullDevice()
+    async with connect(url) as session, Player(session, device) as player:
+        playing = player.play("Good morning.")
+        while not playing.over.done():
+            device.advance(20)
+            await asyncio.sleep(0)
+        metrics = playing.turn.metrics
+        assert metrics is not None
+        assert playing.played_ms == pytest.approx(metrics.audio_ms, abs=0.1)
+
+        first, second = player.play(TEXT), player.play("And a second one.")
+        while first.played_ms < 500:
+            device.advance(20)
+            await asyncio.sleep(0)
+        heard = await player.interrupt()
+        assert [account.played_ms for account in heard.turns] == [first.played_ms, 0.0]
+        assert heard.turns[0].spoken_text + heard.turns[0].remaining_text == TEXT
+        assert heard.turns[0].spoken_text
+        assert heard.turns[1].remaining_text == "And a second one."
+        assert second.was_interrupted
+        assert [packet async for packet in session.say("Sorry, go ahead.")]
+
+
+def test_the_blocking_twin(url) -> None:
+    with clients.sync.connect(url) as session:
+        speech = session.say(word + " " for word in TEXT.split())
+        for packet in speech:
+            if packet.seq == 30:
+                heard = session.interrupt(played_ms=400)
+        assert heard.remaining_text
+        assert list(session.say("Sorry, go ahead."))
