@@ -74,6 +74,7 @@ class _Turn:
     is_done: bool = False  # all its audio is here; only a cancel can still change its account
     num_packets: int = 0
     text: list[str] = field(default_factory=list)
+    num_chars: int = 0  # of the text
     spoken: list[wire.TurnText] = field(default_factory=list)
 
 
@@ -104,11 +105,18 @@ class ClientProtocol:
         return self._last_turn_id
 
     def append(self, turn_id: int, text: str) -> list[str]:
-        """Frames that carry `text` verbatim, cut to the size that one message may have."""
+        """Frames that carry `text` verbatim, cut to the size that one message may have.
+
+        Raises:
+            SessionError: `turn_closed`; or `turn_too_long`, which leaves the turn as it is.
+        """
         turn = self._open_for_text(turn_id)
         if not text:
             return []
+        if turn.num_chars + len(text) > wire.MAX_TURN_CHARS:
+            raise _too_long(turn_id, turn.num_chars, len(text))
         turn.text.append(text)
+        turn.num_chars += len(text)
         return [
             wire.encode(wire.TextAppend(turn_id=turn_id, text=text[i : i + wire.MAX_TEXT_CHARS]))
             for i in range(0, len(text), wire.MAX_TEXT_CHARS)
@@ -296,6 +304,17 @@ class ClientProtocol:
             for turn_id, turn in ended.items()
         ]
         return [*failed, ForSession(make_error())]
+
+
+def _too_long(turn_id: int, num_before: int, num_chars: int) -> SessionError:
+    behind = f" behind {num_before:,}" if num_before else ""
+    return SessionError(
+        "turn_too_long",
+        f"turn {turn_id}: got {num_chars:,} characters{behind}, the limit of a turn is "
+        f"{wire.MAX_TURN_CHARS:,}; none of them was sent. Say long text in several turns.",
+        param="text",
+        turn_id=turn_id,
+    )
 
 
 def _of_turn(error: PlosiveError, turn_id: int, turn: _Turn) -> PlosiveError:

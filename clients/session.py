@@ -51,7 +51,6 @@ class Session:
         self._turns: WeakSet[Turn] = WeakSet()
         self._reopening: asyncio.Task[None] | None = None
         self._failure: PlosiveError | None = None  # why it was not opened again
-        self._unclaimed: PlosiveError | None = None
         self._is_closing = False
 
     @property
@@ -74,11 +73,8 @@ class Session:
         one after another, in the order in which they got their first text.
 
         Raises:
-            PlosiveError: what ended the session, or what the server last complained about.
+            PlosiveError: what ended the session.
         """
-        if self._unclaimed is not None:
-            error, self._unclaimed = self._unclaimed, None
-            raise error
         if not self._is_reopening:
             self._check_open()
         turn = Turn(self._open_channel, MAX_BUFFERED_EVENTS)
@@ -214,11 +210,15 @@ class Session:
                 self._reopening = asyncio.create_task(self._reopen(delay_s))
 
     def _on_unclaimed(self, error: PlosiveError) -> None:
-        """An error that names no turn fails every turn that is not over, or the next one."""
+        """An error that names no turn ends, and cancels, every turn that is not over. It is no
+        matter of those to come: where there is none, it is a warning."""
         live = [turn for turn in self._link.turns.values() if not turn.is_over]
         for turn in live:
             turn.fail(error)
-        self._unclaimed = None if live else error
+        for turn_id in [turn.turn_id for turn in live if turn.turn_id is not None]:
+            self._link.protocol.give_up(turn_id)
+        if not live:
+            self.warnings.append(Warn(code=error.code, message=error.message, param=error.param))
 
     def _interruptible(self) -> list[Turn]:
         """In speaking order: all that is still to be read or spoken, or else the latest."""

@@ -204,8 +204,9 @@ class Warn(_Message):
 
 
 class Error(_Message):
-    """`fatal` errors are followed by the close; others leave the session usable. With `turn_id`,
-    that turn is ended or refused."""
+    """`fatal` errors are followed by the close; others leave the session usable. An error about a
+    turn has its `turn_id`: the turn is ended or refused, unless `keeps_turn`, with which only the
+    message was refused and the turn is as it was before it."""
 
     type: Literal["error"] = "error"
     code: str
@@ -213,6 +214,7 @@ class Error(_Message):
     param: str | None = None
     fatal: bool = False
     turn_id: TurnId | None = None
+    keeps_turn: bool = False
 
 
 class SessionClosing(_Message):
@@ -229,6 +231,7 @@ ServerMessage = (
 )
 
 _M = TypeVar("_M")
+_TURN_ID: TypeAdapter[int] = TypeAdapter(TurnId)
 _CLIENT: TypeAdapter[ClientMessage] = TypeAdapter(
     Annotated[ClientMessage, Field(discriminator="type")]
 )
@@ -276,15 +279,16 @@ def _decode(frame: str, adapter: TypeAdapter[_M]) -> _M:
     try:
         return adapter.validate_python(data)
     except ValidationError as error:
-        raise _protocol_error(data["type"], error) from error
+        raise _protocol_error(data, error) from error
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _protocol_error(message_type: str, error: ValidationError) -> ProtocolError:
+def _protocol_error(message: dict[str, Any], error: ValidationError) -> ProtocolError:
     first = error.errors(include_url=False, include_context=False)[0]
+    message_type: str = message["type"]
     if first["type"] == "union_tag_invalid":
         return ProtocolError(
             "unknown_type", f"unknown message type {message_type[:80]!r}", param="type"
@@ -294,7 +298,15 @@ def _protocol_error(message_type: str, error: ValidationError) -> ProtocolError:
         "invalid_message",
         f"{message_type}: {path}: {first['msg']} (got {_shorten(first.get('input'))})",
         param=path,
+        turn_id=_turn_id(message),
     )
+
+
+def _turn_id(message: dict[str, Any]) -> int | None:
+    try:
+        return _TURN_ID.validate_python(message.get("turn_id"))
+    except ValidationError:
+        return None
 
 
 def _shorten(value: object) -> str:

@@ -8,7 +8,7 @@ moment the input arrived, the clock of the engine's stamps.
 
 Turns are spoken in the order of their ids. The front one is with the engine, later ones wait here.
 Each ends in exactly one of `turn.done`, `turn.cancelled` or an `error` with its `turn_id` (which
-also refuses a turn); errors that leave the turn open have no `turn_id` and name it in the message.
+also refuses a turn) that does not say `keeps_turn`.
 A turn that is done can still be cancelled while it plays; that is answered by `turn.cancelled`.
 
 What a client does wrong, and what it gets. Nothing in this table is fatal, nothing is lost but the
@@ -154,7 +154,8 @@ class Session:
             try:
                 self._receive(decode_client(frame), now_ns)
             except PlosiveError as error:
-                self._send(_error_message(error))
+                keeps_turn = isinstance(error, ProtocolError) and error.turn_id is not None
+                self._send(_error_message(error, keeps_turn=keeps_turn))
         return self._take_actions()
 
     def receive_binary(self, num_bytes: int, now_ns: int) -> list[Action]:
@@ -261,21 +262,22 @@ class Session:
     def _append(self, message: TextAppend) -> None:
         num_chars = len(message.text)
         if num_chars > self._limits.max_text_chars:
-            raise _too_long("text_too_long", message, num_chars, self._limits.max_text_chars)
+            limit = self._limits.max_text_chars
+            return self._refuse(_too_long("text_too_long", message, num_chars, limit))
         turn = self._turns.find(message.turn_id)
         num_turn_chars = num_chars + (turn.num_chars if turn else 0)
         if num_turn_chars > self._limits.max_turn_chars:
-            raise _too_long("turn_too_long", message, num_turn_chars, self._limits.max_turn_chars)
-        if turn is None:
-            turn = self._open_turn(message.turn_id)
-        elif turn.is_committed:
-            raise SessionError(
-                "turn_committed",
-                f"turn {turn.turn_id} is committed; send more text in a new turn",
-                param="turn_id",
-            )
+            limit = self._limits.max_turn_chars
+            return self._refuse(_too_long("turn_too_long", message, num_turn_chars, limit))
+        if turn is not None and turn.is_committed:
+            return self._refuse(_committed(turn.turn_id))
+        turn = turn or self._open_turn(message.turn_id)
         turn.append(message.text)
-        self._advance()
+        return self._advance()
+
+    def _refuse(self, error: SessionError) -> None:
+        """The message; its turn stays as it is."""
+        self._send(_error_message(error, keeps_turn=True))
 
     def _flush(self, turn_id: int) -> None:
         turn = self._turns.find(turn_id)
@@ -457,14 +459,22 @@ class Session:
         return actions
 
 
-def _error_message(error: PlosiveError, is_fatal: bool = False) -> Error:
+def _error_message(
+    error: PlosiveError, *, is_fatal: bool = False, keeps_turn: bool = False
+) -> Error:
     return Error(
         code=error.code,
         message=error.message,
         param=error.param,
         fatal=error.fatal or is_fatal,
         turn_id=error.turn_id,
+        keeps_turn=keeps_turn,
     )
+
+
+def _committed(turn_id: int) -> SessionError:
+    why = f"turn {turn_id} is committed; send more text in a new turn"
+    return SessionError("turn_committed", why, param="turn_id", turn_id=turn_id)
 
 
 def _too_long(code: str, message: TextAppend, num_chars: int, max_chars: int) -> SessionError:
@@ -473,4 +483,5 @@ def _too_long(code: str, message: TextAppend, num_chars: int, max_chars: int) ->
         f"turn {message.turn_id}: got {num_chars:,} characters, the limit is {max_chars:,}; "
         "nothing of this message was taken",
         param="text",
+        turn_id=message.turn_id,
     )

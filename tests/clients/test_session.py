@@ -412,6 +412,51 @@ async def test_an_error_without_a_turn_fails_what_is_open() -> None:
             await anext(turn)
 
 
+async def test_a_turn_that_an_error_without_a_turn_ended_is_cancelled_and_the_next_speaks() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await peer.send(Error(code="text_too_long", message="turn 1: too long"))
+        assert (await peer.expect(TurnCancel)).turn_id == 1
+        await peer.send(Error(code="turn_too_long", message="no", turn_id=1, keeps_turn=True))
+        await peer.expect(TextAppend)
+        await peer.expect(TurnCommit)
+        await peer.send(Error(code="turn_too_long", message="no", turn_id=1, keeps_turn=True))
+        await peer.audio(2, [P])
+        await peer.done(2, 1)
+        await peer.send(Error(code="text_too_long", message="turn 1: too long"))
+        await peer.expect(SessionClose)
+
+    async with (
+        scripted_server(script) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+    ):
+        turn = session.turn()
+        await turn.append("Hello")
+        with pytest.raises(SessionError, match="too long"):
+            await anext(turn)
+        assert len([packet async for packet in session.say("Again")]) == 1
+        await session.close()
+        assert [warning.code for warning in session.warnings] == ["text_too_long"]
+
+
+async def test_a_text_too_long_for_a_turn_is_not_sent_and_the_turn_takes_a_shorter_one() -> None:
+    async with (
+        scripted_server(talker) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+    ):
+        turn = session.turn()
+        await turn.append("one ")
+        with pytest.raises(SessionError, match=r"got 200,000 characters behind 4.*60,000") as long:
+            await turn.append("word " * 40_000)
+        assert (long.value.code, long.value.turn_id) == ("turn_too_long", 1)
+        await turn.append("two")
+        await turn.commit()
+        assert len([packet async for packet in turn.audio()]) == 2 * PACKETS_PER_WORD
+    appends = [message for message in server.received if isinstance(message, TextAppend)]
+    assert [message.text for message in appends] == ["one ", "two"]
+
+
 async def test_a_fatal_error_ends_the_session() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()

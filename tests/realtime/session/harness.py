@@ -240,7 +240,7 @@ class FakeClient:
                 self.told[message.turn_id] = message.text
             case TurnDone() | TurnCancelled():
                 self.ends.setdefault(message.turn_id, []).append(message.type)
-            case Error() if message.turn_id is not None:
+            case Error() if message.turn_id is not None and not message.keeps_turn:
                 self.ends.setdefault(message.turn_id, []).append("error")
 
 

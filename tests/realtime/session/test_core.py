@@ -570,7 +570,8 @@ def test_a_bad_frame_in_the_middle_of_a_turn_loses_nothing(opened, frame, code):
     opened.receive("text.append", turn_id=1, text="Hello there. How")
     opened.run(2)
     (error,) = opened.receive_frame(frame)
-    assert (error.type, error.code, error.fatal, error.turn_id) == ("error", code, False, None)
+    assert (error.type, error.code, error.fatal) == ("error", code, False)
+    assert error.turn_id is None or (error.turn_id == 1 and error.keeps_turn)
     assert error.message
     opened.receive("text.append", turn_id=1, text=" are you?")
     opened.receive("turn.commit", turn_id=1)
@@ -631,7 +632,8 @@ def test_a_bad_start_leaves_the_session_ready_for_a_good_one(fields):
 def test_text_that_is_too_long_is_refused_whole(opened):
     opened.receive("text.append", turn_id=1, text="Hello there. ")
     (error,) = opened.receive("text.append", turn_id=1, text="a" * 200_000)
-    assert (error.code, error.param, error.turn_id) == ("text_too_long", "text", None)
+    assert (error.code, error.param, error.turn_id) == ("text_too_long", "text", 1)
+    assert error.keeps_turn
     assert "200,000" in error.message and "20,000" in error.message and "turn 1" in error.message
     opened.say(1, "Bye.")
     opened.run()
@@ -642,7 +644,7 @@ def test_a_turn_that_grows_too_long_keeps_what_it_has(opened):
     for _ in range(3):
         assert opened.receive("text.append", turn_id=1, text="a " * 10_000) == []
     (error,) = opened.receive("text.append", turn_id=1, text="b")
-    assert (error.code, error.turn_id) == ("turn_too_long", None)
+    assert (error.code, error.turn_id, error.keeps_turn) == ("turn_too_long", 1, True)
     opened.receive("turn.commit", turn_id=1)
     opened.run()
     assert opened.client.ends == {1: ["turn.done"]}
@@ -652,9 +654,21 @@ def test_a_turn_that_grows_too_long_keeps_what_it_has(opened):
 def test_text_after_the_commit_is_an_error_that_names_the_turn(opened):
     opened.say(3, "Hello there.")
     (error,) = opened.receive("text.append", turn_id=3, text="More.")
-    assert (error.code, error.turn_id) == ("turn_committed", None) and "turn 3" in error.message
+    assert (error.code, error.turn_id, error.keeps_turn) == ("turn_committed", 3, True)
+    assert "turn 3" in error.message
     opened.run()
     assert opened.client.ends == {3: ["turn.done"]}
+
+
+def test_an_invalid_message_of_a_turn_names_it_and_the_turn_goes_on(opened):
+    opened.receive("text.append", turn_id=1, text="Hello there. ")
+    (error,) = opened.receive("text.append", turn_id=1, text=5)
+    assert (error.code, error.turn_id, error.keeps_turn) == ("invalid_message", 1, True)
+    (error,) = opened.receive("text.append", turn_id="one", text="a")
+    assert (error.code, error.turn_id, error.keeps_turn) == ("invalid_message", None, False)
+    opened.receive("turn.commit", turn_id=1)
+    opened.run()
+    assert opened.client.ends == {1: ["turn.done"]}
 
 
 @pytest.mark.parametrize("turn_id", [0, 4, 5])
