@@ -1,7 +1,8 @@
 // The page: connects what a person does with the session, the player and the drawings.
 
+import { KeyNeeded, sentence, setKey } from "/page/api.js";
 import { canDecodeOpus, Player, SAMPLE_RATE } from "/page/player.js";
-import { sentence, Session } from "/page/session.js";
+import { Session } from "/page/session.js";
 import { Turn } from "/page/turn.js";
 import { fillVoices, VoiceForm } from "/page/voices.js";
 import { drawWaterfall, formatMs } from "/page/waterfall.js";
@@ -308,9 +309,32 @@ async function start() {
   }
   codec = (await canDecodeOpus()) ? "opus" : "pcm_s16le";
   await player.prepare();
-  await fillVoices(ui.voice).catch((error) => complain(error.message));
+  await enter();
+}
+
+// The voices, then the session; or the question for a key.
+async function enter() {
+  complain("");
+  try {
+    await fillVoices(ui.voice);
+  } catch (error) {
+    complain(error.message);
+    if (error instanceof KeyNeeded) {
+      ui.connection.textContent = "Not connected";
+      ui.keyForm.hidden = false;
+      ui.apiKey.focus();
+      return;
+    }
+  }
+  ui.keyForm.hidden = true;
   await connect();
   ui.speak.disabled = false;
 }
+
+ui.keyForm.addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(ui.apiKey.value.trim());
+  enter();
+});
 
 start();

@@ -1,5 +1,7 @@
 // One connection of the protocol `plosive.v1`: JSON text frames, binary frames of audio.
 
+import { request, sentence, subprotocols } from "/page/api.js";
+
 const HEADER_BYTES = 16;
 
 export class Session {
@@ -20,7 +22,7 @@ export class Session {
     return new Promise((resolve, reject) => {
       const url = new URL("/v1/realtime", location.href);
       url.protocol = location.protocol === "https:" ? "wss:" : "ws:";
-      const socket = new WebSocket(url, "plosive.v1");
+      const socket = new WebSocket(url, subprotocols());
       socket.binaryType = "arraybuffer";
       this.socket = socket;
       this.isReady = false;
@@ -70,13 +72,6 @@ function unpack(buffer) {
   };
 }
 
-// A server's message as a sentence.
-export function sentence(message) {
-  const text = message.trim();
-  const end = /[.!?]$/.test(text) ? "" : ".";
-  return text.charAt(0).toUpperCase() + text.slice(1) + end;
-}
-
 function whyClosed(code) {
   const reasons = {
     1000: "The session was closed.",
@@ -91,11 +86,11 @@ function whyClosed(code) {
 // Browsers do not tell why a socket was refused, so the server is asked.
 async function whyRefused() {
   try {
-    const response = await fetch("/ready");
-    const { ready, reason } = await response.json();
+    const { ready, reason } = await (await fetch("/ready")).json();
     if (!ready) return `The server is not ready: ${reason}. Try again shortly.`;
+    await request("/v1/voices"); // throws where a key or this page's origin is refused
     return "The server refused the connection: all its places are taken. Try again shortly.";
-  } catch {
-    return "The server cannot be reached. Is it running?";
+  } catch (error) {
+    return error instanceof TypeError ? "The server cannot be reached." : error.message;
   }
 }

@@ -1,13 +1,11 @@
 // The list of voices, and a new one from a file or the microphone.
 
-import { sentence } from "/page/session.js";
+import { request } from "/page/api.js";
 
 const MAX_CLIP_S = 30;
 
 export async function fillVoices(select, chosen = null) {
-  const response = await fetch("/v1/voices");
-  if (!response.ok) throw new Error(await reasonOf(response));
-  const { default: defaultVoice, voices } = await response.json();
+  const { default: defaultVoice, voices } = await request("/v1/voices");
   const options = voices.map(({ name, is_builtin: isBuiltin }) => {
     const isChosen = name === (chosen ?? defaultVoice);
     return new Option(isBuiltin ? name : `${name} (added)`, name, isChosen, isChosen);
@@ -80,23 +78,17 @@ export class VoiceForm {
     form.append("file", clip, "clip");
     this.say("The clip is being read.");
     try {
-      const response = await fetch("/v1/voices", { method: "POST", body: form });
-      if (!response.ok) throw new Error(await reasonOf(response));
+      await request("/v1/voices", { method: "POST", body: form });
       await this.onAdded(name);
       this.ui.addVoice.reset();
       this.forgetRecording();
       this.say(`The voice “${name}” has been added and is chosen.`);
     } catch (error) {
-      this.say(error instanceof TypeError ? "The server cannot be reached." : error.message);
+      this.say(error.message);
     }
   }
 
   say(text) {
     this.ui.voiceState.textContent = text;
   }
-}
-
-async function reasonOf(response) {
-  const body = await response.json().catch(() => null);
-  return sentence(body?.error?.message ?? `The server answered with status ${response.status}`);
 }

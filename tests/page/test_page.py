@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from realtime.auth import ApiKeys
 from realtime.page_routes import ASSETS_PATH, FOLDER, MEDIA_TYPES
 from realtime.pingpong.messages import CancelTurn, OpenSlot
 from tests.fakes import FakeEngine
@@ -373,6 +374,28 @@ async def test_a_page_that_may_not_play_says_what_to_do(devtools: str, tmp_path:
     ):
         assert "open the page over https" in await text_of(page, "problem")
         assert await page.evaluate("speak.disabled")
+
+
+@needs_browser
+async def test_a_key_is_asked_for_and_used(devtools: str, tmp_path: Path) -> None:
+    key = "a_(longer)_key/with+signs"
+    keys = ApiKeys([key])
+    async with (
+        serving(tmp_path, keys=keys) as served,
+        opened(devtools, served, until="textOf('problem')") as page,
+    ):
+        assert await text_of(page, "problem") == "This server needs an API key."
+        assert await page.evaluate("document.activeElement.id") == "apiKey"
+        await page.type("not the key of this server")
+        await page.press("Enter")
+        await wait(page, "textOf('problem') === \"The API key is not one of this server's.\"")
+        await page.evaluate("apiKey.select()")
+        await page.type(key)
+        await page.press("Enter")
+        await wait(page, "textOf('connection').startsWith('Ready')")
+        assert await page.evaluate("keyForm.hidden") and await text_of(page, "problem") == ""
+        await page.evaluate("speak.click()")
+        await wait(page, "isLoud()")
 
 
 # ------------------------------------------------------------------------ voices
