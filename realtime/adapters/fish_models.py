@@ -4,13 +4,14 @@ import asyncio
 import json
 import secrets
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.datastructures import FormData, UploadFile
+from starlette.datastructures import FormData
 
 from realtime.adapters.fish_request import Reference
 from realtime.adapters.fish_voices import Voices
@@ -89,12 +90,12 @@ class Models:
     async def create(self, request: Request) -> dict[str, Any]:
         form = await self._read_form(request)
         for name, expected in (("type", "tts"), ("train_mode", "fast")):
-            if form.get(name) not in (None, expected):
+            if form.fields.get(name, [expected]) != [expected]:
                 message = f"{name}: only {expected!r} is supported"
                 raise PlosiveError("not_supported", message, param=name)
         now = datetime.now(UTC)
         details = _details({**_fields(form), "created_at": now, "updated_at": now})
-        references = await _clips(form)
+        references = _references(form)
         model_id = secrets.token_hex(16)
         self._store.check_addable(model_id, "\n".join(clip.text for clip in references))
         voice = await self._voices.encode(model_id, references)
@@ -187,7 +188,7 @@ class Models:
 
     # ------------------------------------------------------------------ forms
 
-    async def _read_form(self, request: Request) -> FormData:
+    async def _read_form(self, request: Request) -> "_Form":
         """A form, or for what has no files also JSON."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (*_FORM, "application/json"):
@@ -197,34 +198,53 @@ class Models:
         body = await self._body.read(request)
         if kind == "application/json":
             return _form_of_json(body)
-        messages = iter([{"type": "http.request", "body": body}])
 
         async def receive() -> MutableMapping[str, Any]:
-            return next(messages)
+            return {"type": "http.request", "body": body}
 
-        form = Request(request.scope, receive).form(max_files=_MAX_CLIPS + 1, max_fields=100)
-        return await form
+        again = Request(request.scope, receive)
+        async with again.form(max_files=_MAX_CLIPS + 1, max_fields=100) as data:
+            return await _form_of(data)
 
 
-def _form_of_json(body: bytes) -> FormData:
+@dataclass(frozen=True, slots=True)
+class _Form:
+    fields: dict[str, list[str]]
+    clips: list[bytes]
+
+
+async def _form_of(data: FormData) -> _Form:
+    form = _Form({}, [])
+    for name, value in data.multi_items():
+        if isinstance(value, str):
+            form.fields.setdefault(name, []).append(value)
+        elif name == "voices":
+            form.clips.append(await value.read())
+    return form
+
+
+def _form_of_json(body: bytes) -> _Form:
     try:
         data = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise PlosiveError("invalid_body", f"not JSON: {error}") from error
     if not isinstance(data, dict):
         raise PlosiveError("invalid_body", "expected a JSON object")
-    pairs: list[tuple[str, str | UploadFile]] = []
-    for name, value in data.items():
-        values = value if isinstance(value, list) else [value]
-        pairs += [(name, str(item)) for item in values if item is not None]
-    return FormData(pairs)
+    several = {name: value if isinstance(value, list) else [value] for name, value in data.items()}
+    fields = {
+        name: [str(v) for v in values] for name, values in several.items() if values != [None]
+    }
+    return _Form(fields, [])
 
 
-def _fields(form: FormData) -> dict[str, object]:
-    single = ("title", "description", "visibility")
-    given: dict[str, object] = {name: form[name] for name in single if name in form}
-    several = ("tags", "languages")
-    return given | {name: form.getlist(name) for name in several if name in form}
+def _fields(form: _Form) -> dict[str, object]:
+    """Those that `Details` knows and a client may set."""
+    several, single = ("tags", "languages"), ("title", "description", "visibility")
+    return {
+        name: values if name in several else values[-1]
+        for name, values in form.fields.items()
+        if values and name in (*several, *single)
+    }
 
 
 def _details(values: dict[str, object]) -> Details:
@@ -236,9 +256,8 @@ def _details(values: dict[str, object]) -> Details:
         raise PlosiveError("invalid_field", f"{param}: {first['msg']}", param=param) from error
 
 
-async def _clips(form: FormData) -> list[Reference]:
-    clips = [await part.read() for part in form.getlist("voices") if isinstance(part, UploadFile)]
-    texts = [text for text in form.getlist("texts") if isinstance(text, str)]
+def _references(form: _Form) -> list[Reference]:
+    clips, texts = form.clips, form.fields.get("texts", [])
     if not clips:
         raise VoiceError("invalid_clip", "voices: expected at least one audio file", param="voices")
     if len(texts) != len(clips):
