@@ -72,17 +72,17 @@ class Connection:
         self,
         websocket: Socket,
         session: Session,
-        engine: Backend,
+        backend: Backend,
         config: ServerConfig,
         metrics: Metrics,
     ) -> None:
         self._websocket = websocket
         self._session = session
-        self._engine = engine
+        self._backend = backend
         self._config = config
         self._metrics = metrics
         self._outbox = Outbox()
-        self._commands = CommandQueue(engine.submit, self.fail)
+        self._commands = CommandQueue(backend.submit, self.fail)
         self._slot = session.slot
         self._is_blocked = False
         self._active_s = time.monotonic()
@@ -135,10 +135,10 @@ class Connection:
     def _apply(self, action: Action) -> None:
         match action:
             case Bump():
-                self._slot = self._engine.bump(self._slot)
+                self._slot = self._backend.bump(self._slot)
                 assert self._slot == action.slot, (self._slot, action.slot)
             case OpenEncoder():
-                self._engine.open_encoder(action.slot, action.format)
+                self._backend.open_encoder(action.slot, action.format)
             case SendAudio():
                 self._put_audio(action)
             case Send():
@@ -175,7 +175,7 @@ class Connection:
         is_blocked = self._outbox.audio_ms > limit_ms
         if is_blocked != self._is_blocked:
             self._is_blocked = is_blocked
-            self._engine.set_blocked(self._slot, is_blocked)
+            self._backend.set_blocked(self._slot, is_blocked)
             self._metrics.blocked.inc(is_blocked)
 
     # ------------------------------------------------------------------ tasks

@@ -54,8 +54,8 @@ class Hub:
         self._voices = voices
         self._metrics = metrics
         self._limits = SessionLimits(
-            default_max_lead_ms=config.max_lead_ms,
-            max_lead_ms=config.max_lead_cap_ms,
+            max_lead_ms=config.max_lead_ms,
+            max_lead_cap_ms=config.max_lead_cap_ms,
             drain_deadline_ms=round(config.drain_s * 1000),
         )
         info = engine.info

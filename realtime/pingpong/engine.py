@@ -2,6 +2,7 @@
 
     event loop --commands--> prefill --Join--> decode --StepBuffer--> vocode --events--> sink
                                 ^------Returned---'        ^--free buffers--'
+    a thread that dies --SlotFailed of every open slot--> sink
 
 Every slot is owned by exactly one of prefill and decode; ownership travels with the messages. The
 generation of a slot, written by the event loop alone, makes whatever is late recognisable.
@@ -244,7 +245,8 @@ class PingPongEngine:
                 self._die(f"{name}: {type(error).__name__}: {error}")
 
     def _die(self, failure: str) -> None:
-        """One thread is gone: nobody may wait for the others any longer."""
+        """One thread is gone: nobody may wait for the others any longer. The dying thread tells the
+        sink itself, past vocode and what still waits there: nothing after it counts."""
         self._failure = failure
         for slot in list(self._opened.values()):
             self._sink(SlotFailed(slot, failure))

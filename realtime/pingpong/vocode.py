@@ -1,7 +1,8 @@
 """The vocode thread: codes -> PCM with exact streaming state, and the one mouth of the engine.
 
-Everything the engine says passes through this thread's queue, so that the order of events is the
-order of audio: a turn's end never overtakes its last frame.
+All that a working engine says passes through this thread's queue, so that the order of events is
+the order of audio: a turn's end never overtakes its last frame. Only the `SlotFailed` of an engine
+that dies goes past it: this thread may be the one that is gone.
 """
 
 import time

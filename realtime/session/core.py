@@ -56,7 +56,7 @@ from realtime.session.actions import (
 from realtime.session.ledger import SpeakingRate
 from realtime.session.limits import SessionLimits
 from realtime.session.settings import Settings, SettingsResolver
-from realtime.session.tenant import Tenant
+from realtime.session.slot_lease import SlotLease
 from realtime.session.turn import Turn
 from realtime.session.turn_queue import TurnQueue
 from realtime.wire import (
@@ -94,7 +94,7 @@ def plain_format(fmt: AudioFormat) -> EffectiveFormat:
 
 
 class Session:
-    """The only tenant of its slot. Apply the actions of each call, in order, before the next call.
+    """The only user of its slot. Apply the actions of each call, in order, before the next call.
 
     Args:
         slot: as acquired for this connection; every generation after it is counted here.
@@ -126,12 +126,12 @@ class Session:
         self._turns = TurnQueue(limits)
         self._close_reason = "session_closed"
         self._actions: list[Action] = []
-        self._tenant = Tenant(slot, self._actions)
+        self._lease = SlotLease(slot, self._actions)
 
     @property
     def slot(self) -> SlotRef:
         """With the current generation."""
-        return self._tenant.slot
+        return self._lease.slot
 
     @property
     def is_started(self) -> bool:
@@ -246,8 +246,8 @@ class Session:
         assert self._settings is not None
         self._settings = new = self._resolver.update(self._settings, message)
         self._warn_of_prompt(message.prompt)
-        if self._tenant.is_opened_with(new):
-            if not self._tenant.is_awaiting_ready:
+        if self._lease.is_opened_with(new):
+            if not self._lease.is_awaiting_ready:
                 self._send_ready(prefill_ms=0.0, cached=True)
         elif not self._turns:
             self._open_slot(new)
@@ -312,17 +312,17 @@ class Session:
         """Give the front turn to the engine, or settle what waited for the last one to end."""
         front = self._turns.front
         if front is not None:
-            if not front.is_in_engine and not self._tenant.is_opened_with(front.settings):
+            if not front.is_in_engine and not self._lease.is_opened_with(front.settings):
                 self._open_slot(front.settings)
-            self._tenant.submit_text(front)
+            self._lease.submit_text(front)
         elif self.state is SessionState.CLOSING:
             self._close(CLOSE_CODE.get(self._close_reason, 1001), self._close_reason)
-        elif self._settings is not None and not self._tenant.is_opened_with(self._settings):
+        elif self._settings is not None and not self._lease.is_opened_with(self._settings):
             self._open_slot(self._settings)
 
     def _open_slot(self, settings: Settings) -> None:
         command = settings.open_slot(self.slot, self._info, self._make_seed())
-        self._tenant.open(settings, command)
+        self._lease.open(settings, command)
 
     # ------------------------------------------------------------------ turns: their end
 
@@ -344,7 +344,7 @@ class Session:
 
     def _stop(self, turn: Turn, played_ms: float) -> None:
         self._turns.remove(turn)
-        self._tenant.roll_back(turn, played_ms)
+        self._lease.roll_back(turn, played_ms)
         if turn.has_audio:
             self._actions.append(Drop(turn.turn_id))
         self._send(turn.cancelled_message(played_ms))
@@ -361,7 +361,7 @@ class Session:
             case EncodedAudio():
                 self._take_audio(event, now_ns)
             case SlotReady():
-                if self._tenant.ready():
+                if self._lease.ready():
                     self._send_ready(event.prefill_ms, event.cached)
             case SegmentEnd():
                 turn = self._turns.find(event.turn_id)
@@ -412,7 +412,7 @@ class Session:
 
     def _send_ready(self, prefill_ms: float, cached: bool) -> None:
         assert self._format is not None
-        settings = self._tenant.settings
+        settings = self._lease.settings
         self._send(
             SessionReady(
                 session_id=self.session_id,
@@ -446,7 +446,7 @@ class Session:
     def _release_slot(self) -> None:
         self.state = SessionState.CLOSED
         self._turns.clear()
-        self._tenant.close()
+        self._lease.close()
 
     # ------------------------------------------------------------------ actions
 

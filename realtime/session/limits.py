@@ -10,8 +10,8 @@ class SessionLimits:
     max_text_chars: int = MAX_TEXT_CHARS  # of one text.append
     max_turn_chars: int = MAX_TURN_CHARS
     max_queued_turns: int = 16  # behind the one that is spoken
-    default_max_lead_ms: int = 1_000
-    max_lead_ms: int = 10_000  # more is lowered to this
+    max_lead_ms: int = 2_000  # unless the client asks for another
+    max_lead_cap_ms: int = 60_000  # more is lowered to this
     drain_deadline_ms: int = 30_000  # announced by `Session.shut_down`; the server keeps it
     cancel_grace_ms: int = 1_000  # a played turn can be cancelled this long after its estimated end
     min_segment_chars: int = 16  # shorter sentences are spoken with the next one

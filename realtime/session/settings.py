@@ -52,7 +52,7 @@ class SettingsResolver:
             voice=self._find_voice(message.voice or self._info.default_voice),
             prompt=message.prompt if self._info.has_prompt else "",
             sampling=message.sampling,
-            max_lead_ms=self._lead_ms(message.max_lead_ms, self._limits.default_max_lead_ms),
+            max_lead_ms=self._lead_ms(message.max_lead_ms, self._limits.max_lead_ms),
         )
 
     def update(self, old: Settings, message: SessionUpdate) -> Settings:
@@ -65,7 +65,7 @@ class SettingsResolver:
         )
 
     def _lead_ms(self, lead_ms: int | None, default_ms: int) -> int:
-        return min(default_ms if lead_ms is None else lead_ms, self._limits.max_lead_ms)
+        return min(default_ms if lead_ms is None else lead_ms, self._limits.max_lead_cap_ms)
 
 
 def _resolve(sampling: Sampling, info: EngineInfo, fresh_seed: int) -> SamplingParams:

@@ -52,7 +52,7 @@ def test_start_opens_the_slot_with_the_models_defaults():
     assert encoder == OpenEncoder(SlotRef(2, 5), AudioFormat())
     opening = submit.command
     assert opening.voices == (find_voice("anna"),) and opening.prompt == ""
-    assert opening.max_lead_ms == SessionLimits().default_max_lead_ms
+    assert opening.max_lead_ms == SessionLimits().max_lead_ms
     sampling = opening.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (
         0.7,
@@ -71,7 +71,7 @@ def test_start_opens_the_slot_with_the_models_defaults():
 
 
 def test_start_takes_what_the_client_asks_for_within_limits():
-    harness = Harness(max_lead_ms=5_000)
+    harness = Harness(max_lead_cap_ms=5_000)
     harness.receive(
         "session.start",
         voice="bob",

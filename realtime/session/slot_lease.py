@@ -8,7 +8,7 @@ from realtime.session.settings import Settings
 from realtime.session.turn import Turn
 
 
-class Tenant:
+class SlotLease:
     """Counts the slot's generations and appends its actions to the session's list.
 
     No command carries a generation older than the last `Bump`.
