@@ -40,19 +40,19 @@ $(VENV)/.installed: pyproject.toml
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 \
 		|| { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python $(INSTALL) torch==2.13.0 || $(BIN)/python $(INSTALL) "torch>=2.11"
-	@$(BIN)/python $(INSTALL) --editable .
+	@$(BIN)/python $(INSTALL) --editable ".[server]"
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Adding the development tools ..."
-	@$(BIN)/python $(INSTALL) --editable ".[dev]"
+	@$(BIN)/python $(INSTALL) --editable ".[server,dev]"
 	@touch $@
 
 $(CLIENTS)/.installed: $(VENV)/.installed
 	@echo "Setting up the agent frameworks in $(CLIENTS) ..."
 	@$(BIN)/python -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python $(INSTALL) torch==2.13.0 || $(CLIENTS)/bin/python $(INSTALL) "torch>=2.11"
-	@$(CLIENTS)/bin/python $(INSTALL) --editable ".[dev,pipecat,livekit]"
+	@$(CLIENTS)/bin/python $(INSTALL) --editable ".[server,dev,pipecat,livekit]"
 	@touch $@
 
 clean:

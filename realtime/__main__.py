@@ -16,14 +16,32 @@ COMMANDS = {
 }
 
 
+OURS = ("realtime", "model", "ops", "clients", "bench_ttfa")
+
+
 def main(argv: list[str] | None = None) -> int:
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return 130
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in OURS:
+            raise
+        print(
+            f"plosive: the package {error.name!r} is missing, which a server needs; "
+            'install it with: pip install "plosive[server]" (from a checkout: pip install ".[server]")',
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="plosive",
         description="A real-time WebSocket voice-agent runtime.",
         epilog="Each command has its own --help.",
     )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    argv = sys.argv[1:] if argv is None else argv
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
@@ -31,10 +49,7 @@ def main(argv: list[str] | None = None) -> int:
             import_module(f"realtime.cli.{name}").add_arguments(subparser)
     args = parser.parse_args(argv)
     run: Callable[[argparse.Namespace], int] = import_module(f"realtime.cli.{args.command}").run
-    try:
-        return run(args)
-    except KeyboardInterrupt:
-        return 130
+    return run(args)
 
 
 if __name__ == "__main__":
