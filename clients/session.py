@@ -261,7 +261,8 @@ async def connect(  # noqa: PLR0913 - what a session can be told
 
     With `reconnect`, a connection that is lost is opened again in the background, with the voice
     and the prompt in force; the turns that were under way fail with ConnectionLost, which says how
-    far they had come, and later ones wait until it is open. The first opening is not tried again.
+    far they had come, and later ones wait until it is open. What the model remembers of the
+    dialogue goes with the connection. The first opening is not tried again.
 
     Example:
         async with connect("http://localhost:8765", voice="af_heart") as session:

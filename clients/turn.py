@@ -106,6 +106,7 @@ class Turn:
         self.opened_s: float | None = None  # when it got its id
         self._open_channel = open_channel
         self._channel: Channel | None = None
+        self._unsent = ""  # what waits for the channel
         self._max_buffered_events = max_buffered_events
         self._events: deque[TurnEvent] = deque()
         self._arrived = asyncio.Event()
@@ -138,6 +139,8 @@ class Turn:
             SessionError: code `turn_closed`, if the turn is committed, cancelled or done.
             PlosiveError: what ended the turn or the session.
         """
+        if self._channel is None:
+            self._unsent += text
         channel, turn_id = await self._opened()
         frames = channel.protocol.append(turn_id, text)
         if frames and self.timings.first_text_s is None:
@@ -296,7 +299,9 @@ class Turn:
 
     def _cancel_unopened(self) -> TurnCancelled:
         """The server has heard nothing of the turn, and never will."""
-        account = TurnCancelled(turn_id=0, spoken_text="", remaining_text="", played_ms=0.0)
+        account = TurnCancelled(
+            turn_id=0, spoken_text="", remaining_text=self._unsent, played_ms=0.0
+        )
         if not self.is_over:
             self._finish(account)
         return account

@@ -98,5 +98,9 @@ async def test_05_microphone_answers_and_is_interrupted(capsys) -> None:
 
 
 async def test_the_client_and_the_bench_import_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import clients, bench_ttfa.__main__"
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'pipecat', 'livekit', 'sounddevice'): sys.modules[name] = None\n"
+        "import clients, clients.sync_player, bench_ttfa.__main__"
+    )
     await run("-c", code)
