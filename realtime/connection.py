@@ -33,7 +33,8 @@ from realtime.session.actions import (
 from realtime.session.core import Session
 
 INTERNAL_ERROR = "the server failed; its log says why"
-ABORT_EXTENSION = "plosive.close_now"  # ASGI scope extension of `realtime.websocket`
+ABORT_EXTENSION = "plosive.close_now"  # ASGI scope extensions of `realtime.websocket`
+MAX_SIZE_EXTENSION = "plosive.set_max_size"
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.http11 import Request
 
-from realtime.connection import ABORT_EXTENSION
+from realtime.connection import ABORT_EXTENSION, MAX_SIZE_EXTENSION
 from realtime.errors import CLOSE_CODE
 
 # What the kernel and the transport hold is audio that a barge-in cannot take back and that the
@@ -35,6 +35,11 @@ class PlosiveWebSocket(WebSocketsSansIOProtocol):
         if self.response.status_code == 101:  # the app's task is created but has not run yet
             extensions: dict[Any, Any] = self.scope["extensions"]
             extensions[ABORT_EXTENSION] = self._close_now
+            extensions[MAX_SIZE_EXTENSION] = self._set_max_size
+
+    def _set_max_size(self, num_bytes: int) -> None:
+        """Of this connection's messages, by whoever expects large ones, before it accepts."""
+        self.conn.max_message_size = num_bytes
 
     async def send(self, message: ASGISendEvent) -> None:
         await super().send(message)

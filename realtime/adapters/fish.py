@@ -3,6 +3,7 @@
 Every error body is exactly `{"status", "message"}`: a client of theirs refuses anything else.
 """
 
+import asyncio
 from functools import partial
 
 from fastapi import APIRouter, Request, Response, WebSocket
@@ -14,6 +15,7 @@ from realtime.adapters.fish_voices import Voices
 from realtime.adapters.local import open_session
 from realtime.adapters.speech import MAX_LEAD_MS, BodyReader, SpeechResponse, session_pcm, speak
 from realtime.config import ServerConfig
+from realtime.connection import MAX_SIZE_EXTENSION
 from realtime.errors import CapacityError, PlosiveError
 from realtime.http_errors import HttpErrors
 from realtime.hub import Hub
@@ -74,7 +76,8 @@ class Fish:
 
     async def _speak(self, request: Request) -> Response:
         content_type = request.headers.get("content-type", "")
-        tts = parse_body(content_type, await self._body.read(request))
+        body = await self._body.read(request)
+        tts = await asyncio.to_thread(parse_body, content_type, body)  # clips make it long
         if not tts.text.strip():
             raise PlosiveError("invalid_field", "text: there is nothing to say", param="text")
         start = SessionStart(
@@ -102,6 +105,7 @@ class Fish:
         if slot is None:
             return
         async with open_session(self._hub, slot=slot, find_voice=self._voices.find) as session:
+            self._allow_clips(websocket)
             await websocket.accept()
             live = LiveSocket(
                 websocket,
@@ -112,6 +116,12 @@ class Fish:
                 with_timestamps=with_timestamps,
             )
             await live.run()
+
+    def _allow_clips(self, websocket: WebSocket) -> None:
+        """References come in one message with `start`."""
+        set_max_size = websocket.scope["extensions"].get(MAX_SIZE_EXTENSION)
+        if set_max_size is not None:
+            set_max_size(_BODY_BYTES + self._config.max_clip_bytes)
 
     async def _admit(self, websocket: WebSocket) -> SlotRef | None:
         """Refused before the upgrade: a client that is let in and dropped would come back at once."""

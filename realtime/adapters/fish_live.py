@@ -39,6 +39,7 @@ from realtime.wire import (
 
 _MAX_TURN_CHARS = 40_000  # below the session's own limit by more than one append
 _LONG_TURN_CHARS = 4_000  # at the end of a sentence a turn of this length is left for a new one
+_LARGE_FRAME_BYTES = 64 * 1024  # one with clips in it
 _MAX_BATCH = 8  # packets in one event, when they come faster than they are taken
 
 
@@ -127,13 +128,18 @@ class LiveSocket:
             if message["type"] == "websocket.disconnect":
                 return
             try:
-                await self._handle(unpack(message.get("bytes") or b""))
+                await self._handle(await self._unpack(message.get("bytes") or b""))
             except ConnectionLost:
                 await asyncio.Event().wait()  # until `_speak` has said why
             except PlosiveError as error:
                 with contextlib.suppress(ConnectionLost):
                     await self._drop_open_speech()
                 await self._send_error(error)
+
+    async def _unpack(self, frame: bytes) -> dict[str, Any]:
+        if len(frame) < _LARGE_FRAME_BYTES:
+            return unpack(frame)
+        return await asyncio.to_thread(unpack, frame)
 
     async def _handle(self, event: dict[str, Any]) -> None:
         name = event.get("event")

@@ -50,7 +50,7 @@ class Voices:
         """
         if request.reference_id or not request.references:
             return self.find(request.reference_id or self._engine.info.default_voice).name
-        name = _name(request.references)
+        name = await asyncio.to_thread(_name, request.references)
         if name not in self._kept:
             voice = await self.encode(name, request.references)
             self._kept.setdefault(name, voice)  # the same object each time: its prefix is cached
