@@ -3,11 +3,13 @@
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import IO, Self
 
@@ -21,13 +23,15 @@ _OF_OPEN_SERVERS = ("PLOSIVE_API_KEYS", "PLOSIVE_API_KEYS_FILE")  # one's own as
 
 
 class LocalServer:
-    """`plosive serve` on a free port of this machine, for as long as the block lasts.
+    """`plosive serve` on a free port of this machine, for as long as the block lasts, or this
+    process: it holds one end of a pipe, and however it dies, the server sees that end close.
 
     Args:
         options: further options of `plosive serve`.
         on_wait: called about ten times a second with the seconds waited so far.
-        command: what to run instead; it gets `--port 0` and `--announce-fd N`, on which it writes one
-            JSON line `{"url": ..., "ready_s": ...}` when it is ready.
+        command: what to run instead; it gets `--port 0`, `--announce-fd N`, on which it writes one
+            JSON line `{"url": ..., "ready_s": ...}` when it is ready, and `--lifeline-fd N`, at
+            whose end it stops.
 
     Example:
         with LocalServer(["--device", "cpu"]) as server:
@@ -57,11 +61,16 @@ class LocalServer:
         """
         started_s = time.perf_counter()
         announced, announce = os.pipe()
+        lifeline, self._lifeline = os.pipe()
         with os.fdopen(announced, "rb") as reader:
             try:
-                self._start(announce)
+                self._start(announce, lifeline)
+            except BaseException:
+                os.close(self._lifeline)
+                raise
             finally:
                 os.close(announce)
+                os.close(lifeline)
             try:
                 self.url = json.loads(self._first_line(reader, started_s))["url"]
             except BaseException:
@@ -93,16 +102,16 @@ class LocalServer:
         lines = self._log.read().decode("utf-8", "replace").rstrip().splitlines()
         return "\n".join(lines[-_NUM_LAST_LINES:])
 
-    def _start(self, announce: int) -> None:
+    def _start(self, announce: int, lifeline: int) -> None:
         # Its own session: Ctrl-C reaches this process alone, which then stops the server.
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _stop
         self._process = subprocess.Popen(
-            [*self._command, "--announce-fd", str(announce)],
+            [*self._command, "--announce-fd", str(announce), "--lifeline-fd", str(lifeline)],
             env={name: os.environ[name] for name in os.environ if name not in _OF_OPEN_SERVERS},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            pass_fds=[announce],
+            pass_fds=[announce, lifeline],
             start_new_session=True,
         )
 
@@ -132,3 +141,19 @@ class LocalServer:
             self._process.wait()
         finally:
             self._log.close()
+            os.close(self._lifeline)
+
+
+@contextmanager
+def stopped_like_interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like Ctrl-C, so that a local server is stopped. A SIGHUP that is
+    ignored (nohup) stays so. Main thread only."""
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = [(number, signal.signal(number, signal.default_int_handler)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -47,7 +47,9 @@ def _main(argv: list[str]) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == wanted:
             import_module(f"realtime.cli.{name}").add_arguments(subparser)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:  # said with the usage of the command that does not know it
+        subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     run: Callable[[argparse.Namespace], int] = import_module(f"realtime.cli.{args.command}").run
     return run(args)
 

@@ -9,10 +9,12 @@ import argparse
 import dataclasses
 import math
 import os
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,50 +34,69 @@ class ConfigError(PlosiveError):
     default_code = "invalid_config"
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _option(group: str, default: Any, help: str) -> Any:
+    return field(default=default, metadata={"group": group, "help": help})
+
+
+_network, _model, _limit, _timeout, _operation = (
+    partial(_option, group) for group in ("network", "model", "limits", "timeouts", "operations")
+)
+
+DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
+
+
+def is_device(name: str) -> bool:
+    return re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Options of `plosive serve`."""
 
-    host: str = _option("127.0.0.1", "address to listen on")
-    port: int = _option(8765, "port to listen on; 0 takes any free one")
-    model: str = _option("embedded", '"embedded", or the path of a checkpoint directory')
-    device: str = _option("auto", '"auto", "cpu", "cuda" or "cuda:N"')
-    num_threads: int = _option(0, "CPU threads of the model; 0 leaves the choice to the model")
-    max_slots: int = _option(4, "sessions served at the same time; more are refused with 503")
-    max_sessions_per_client: int = _option(
-        0, "sessions of one API key, or without keys of one address, at a time; 0: any number"
-    )
-    api_keys_file: Path | None = _option(None, "valid API keys, one a line; clients must show one")
-    allowed_origins: str = _option(
+    host: str = _network("127.0.0.1", "address to listen on")
+    port: int = _network(8765, "port to listen on; 0 takes any free one")
+    api_keys_file: Path | None = _network(None, "valid API keys, one a line; clients must show one")
+    allowed_origins: str = _network(
         "", "origins whose pages may use the server, comma-separated; empty: any"
     )
-    public_metrics: bool = _option(False, "/metrics asks for no API key, like /health and /ready")
-    max_lead_ms: int = _option(2_000, "audio rendered ahead of playback, unless a session asks")
-    max_lead_cap_ms: int = _option(60_000, "the most lead that a session may ask for")
-    voices_dir: Path | None = _option(None, "added voices; default: plosive/voices in user data")
-    max_voices: int = _option(256, "added voices kept")
-    max_clip_bytes: int = _option(20 * 1024 * 1024, "size of an uploaded reference clip")
-    max_clip_s: float = _option(30.0, "length of an uploaded reference clip")
-    high_water_ms: int = _option(1_000, "audio the socket has not taken at which a stream pauses")
-    low_water_ms: int = _option(500, "... and below which it goes on")
-    write_stall_s: float = _option(30.0, "a client that reads nothing for so long is closed (4001)")
-    start_timeout_s: float = _option(30.0, "a connection without session.start closes (4000)")
-    idle_timeout_s: float = _option(600.0, "a session without a message or audio closes (4000)")
-    idle_warning_s: float = _option(30.0, "how long before that close the client is warned")
-    ping_interval_s: float = _option(10.0, "time between WebSocket pings")
-    ping_timeout_s: float = _option(20.0, "a client that answers no ping for so long is dropped")
-    drain_s: float = _option(20.0, "on SIGTERM: time for current turns to finish")
-    announce_fd: int | None = _option(None, "file descriptor that gets one JSON line when ready")
-    log_level: str = _option("warning", "critical, error, warning, info or debug")
+    public_metrics: bool = _network(False, "/metrics asks for no API key, like /health and /ready")
+    model: str = _model("embedded", '"embedded", or the path of a checkpoint directory')
+    device: str = _model("auto", DEVICES)
+    num_threads: int = _model(0, "CPU threads of the model; 0 leaves the choice to the model")
+    voices_dir: Path | None = _model(None, "added voices; default: plosive/voices in user data")
+    max_slots: int = _limit(4, "sessions served at the same time; more are refused with 503")
+    max_sessions_per_client: int = _limit(
+        0, "sessions of one API key, or without keys of one address, at a time; 0: any number"
+    )
+    max_lead_ms: int = _limit(2_000, "audio rendered ahead of playback, unless a session asks")
+    max_lead_cap_ms: int = _limit(60_000, "the most lead that a session may ask for")
+    max_voices: int = _limit(256, "added voices kept")
+    max_clip_bytes: int = _limit(20 * 1024 * 1024, "size of an uploaded reference clip")
+    max_clip_s: float = _limit(30.0, "length of an uploaded reference clip")
+    high_water_ms: int = _limit(1_000, "audio the socket has not taken at which a stream pauses")
+    low_water_ms: int = _limit(500, "... and below which it goes on")
+    write_stall_s: float = _timeout(
+        30.0, "a client that reads nothing for so long is closed (4001)"
+    )
+    start_timeout_s: float = _timeout(30.0, "a connection without session.start closes (4000)")
+    idle_timeout_s: float = _timeout(600.0, "a session without a message or audio closes (4000)")
+    idle_warning_s: float = _timeout(30.0, "how long before that close the client is warned")
+    ping_interval_s: float = _timeout(10.0, "time between WebSocket pings")
+    ping_timeout_s: float = _timeout(20.0, "a client that answers no ping for so long is dropped")
+    drain_s: float = _timeout(20.0, "on SIGTERM: time for current turns to finish")
+    announce_fd: int | None = _operation(
+        None, "file descriptor that gets one JSON line when the server is ready"
+    )
+    lifeline_fd: int | None = _operation(
+        None, "file descriptor of a pipe; when its other end is closed, the server drains and ends"
+    )
+    log_level: str = _operation("warning", "critical, error, warning, info or debug")
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "max_voices", "max_clip_bytes", "high_water_ms"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
+        self._check("device", is_device(self.device), DEVICES)
         for name in ("num_threads", "max_sessions_per_client"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         has_urls = all("://" in origin or origin == "null" for origin in self.origins())
@@ -116,22 +137,51 @@ class ServerConfig:
 
 
 def add_arguments(parser: argparse.ArgumentParser, config_type: type[ServerConfig]) -> None:
-    """One `--option` per field, with the field's help text and default."""
+    """One `--option` per field, in groups, with the field's help text and default."""
+    parser.usage = "%(prog)s [--OPTION VALUE ...]"
+    parser.epilog = (
+        f"Each option has an environment variable: --max-slots is {ENV_PREFIX}MAX_SLOTS. "
+        "The command line wins."
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
     for option in dataclasses.fields(config_type):
-        parser.add_argument(
-            "--" + option.name.replace("_", "-"),
+        title: str = option.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        groups[title].add_argument(
+            _flag(option.name),
             dest=option.name,
             default=argparse.SUPPRESS,  # so that the environment is asked before the default
-            metavar=_parser_of(config_type, option.name).__name__.upper(),
+            metavar=_metavar(config_type, option.name),
             type=_parser_of(config_type, option.name),
             help=_help(option),
         )
 
 
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _metavar(config_type: type[ServerConfig], name: str) -> str:
+    """The unit where the name ends in one, else what kind of thing it is."""
+    last = name.rpartition("_")[2]
+    if last == "s":
+        return "SECONDS"
+    if last in ("ms", "bytes", "fd", "file", "dir", "port"):
+        return last.upper()
+    kinds: dict[Any, str] = {_int: "N", _bool: "yes|no"}
+    return kinds.get(_parser_of(config_type, name), last.upper())
+
+
 def _help(option: "dataclasses.Field[Any]") -> str:
     text: str = option.metadata["help"]
-    default = "" if option.default is None else f" (default: {option.default})"
-    return (text + default).replace("%", "%%")
+    default: Any = option.default
+    if isinstance(default, bool):
+        default = "yes" if default else "no"
+    elif isinstance(default, float):
+        default = f"{default:g}"
+    shown = "" if default in (None, "") else f" (default: {default})"
+    return (text + shown).replace("%", "%%")
 
 
 def from_args(
@@ -144,10 +194,18 @@ def from_args(
     Raises:
         ConfigError: an unknown `PLOSIVE_*` variable, or a value out of range.
     """
-    values = _from_environ(config_type, os.environ if environ is None else environ)
-    names = {option.name for option in dataclasses.fields(config_type)}
-    values |= {name: value for name, value in vars(args).items() if name in names}
-    return config_type(**values)
+    environ = os.environ if environ is None else environ
+    fields = dataclasses.fields(config_type)
+    given = {f.name: vars(args)[f.name] for f in fields if f.name in vars(args)}
+    try:
+        return config_type(**_from_environ(config_type, environ) | given)
+    except ConfigError as error:
+        if error.param is None:
+            raise
+        name, variable = error.param, ENV_PREFIX + error.param.upper()
+        source = variable if name not in given and variable in environ else _flag(name)
+        why = error.message.removeprefix(f"{name}: ")
+        raise ConfigError(message=f"{source}: {why}", param=name) from None
 
 
 def _from_environ(config_type: type[ServerConfig], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -162,34 +220,45 @@ def _from_environ(config_type: type[ServerConfig], environ: Mapping[str, str]) -
         name = names[variable]
         try:
             values[name] = _parser_of(config_type, name)(text)
-        except ValueError as error:
-            raise ConfigError(message=f"{variable}: {error}", param=name) from error
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(message=f"{name}: {error}", param=name) from None
     return values
 
 
-def _parser_of(config_type: type[ServerConfig], name: str) -> type[Any]:
-    """The field's type without `None`."""
+def _parser_of(config_type: type[ServerConfig], name: str) -> Callable[[str], Any]:
+    """Of the field's type without `None`. Raises ArgumentTypeError, whose text argparse shows."""
     hint = typing.get_type_hints(config_type)[name]
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    parsers: dict[Any, Any] = {int: int, str: str, float: _float, bool: _bool, Path: Path}
-    parser: type[Any] = parsers[hint]
-    return parser
+    parsers: dict[Any, Callable[[str], Any]] = {
+        int: _int,
+        float: _float,
+        bool: _bool,
+        str: str,
+        Path: Path,
+    }
+    return parsers[hint]
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number") from None
 
 
 def _float(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"got {text}, expected a finite number")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number")
     return value
 
 
 def _bool(text: str) -> bool:
     values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     if text.lower() not in values:
-        raise ValueError(f"got {text!r}, expected yes or no")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected yes or no")
     return values[text.lower()]
-
-
-_float.__name__ = "float"  # argparse names the type in its messages
-_bool.__name__ = "bool"

@@ -84,6 +84,7 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
     """
     started_s = time.monotonic()
     try:
+        _check_descriptors(config)
         load_opuslib()
         sock = bind(config.host, config.port)
         engine = engine_factory(config)
@@ -91,6 +92,15 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
     except PlosiveError as error:
         print(f"plosive: {error.message}", file=sys.stderr)
         return 1
+
+
+def _check_descriptors(config: ServerConfig) -> None:
+    for option, fd in (("announce", config.announce_fd), ("lifeline", config.lifeline_fd)):
+        try:
+            os.fstat(0 if fd is None else fd)
+        except OSError as error:
+            why = f"--{option}-fd: file descriptor {fd} is not open"
+            raise PlosiveError("invalid_config", why) from error
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -113,10 +123,13 @@ class DrainingServer(uvicorn.Server):
     Signals are not raised again afterwards: a drained server ends with exit code 0.
     """
 
-    def __init__(self, config: uvicorn.Config, hub: Hub, drain_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, hub: Hub, drain_s: float, lifeline_fd: int | None = None
+    ) -> None:
         super().__init__(config)
         self._hub = hub
         self._drain_s = drain_s
+        self._lifeline_fd = lifeline_fd
         self._drain: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._exit = asyncio.Event()
@@ -134,7 +147,14 @@ class DrainingServer(uvicorn.Server):
         self.stop()
 
     async def main_loop(self) -> None:
+        if self._lifeline_fd is not None:
+            self._loop.add_reader(self._lifeline_fd, self._read_lifeline, self._lifeline_fd)
         await self._exit.wait()  # uvicorn's own polls ten times a second
+
+    def _read_lifeline(self, fd: int) -> None:
+        if not os.read(fd, 4096):  # whoever started this server is gone
+            self._loop.remove_reader(fd)
+            self.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._drain = asyncio.ensure_future(self._hub.drain(self._drain_s))
@@ -173,7 +193,7 @@ def make_server(
         lifespan="on",  # a start that fails must not be taken for an app without one
         timeout_graceful_shutdown=2,
     )
-    return DrainingServer(uvicorn_config, hub, config.drain_s), hub
+    return DrainingServer(uvicorn_config, hub, config.drain_s, config.lifeline_fd), hub
 
 
 async def _serve(

@@ -279,6 +279,7 @@ async def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--announce-fd", type=int)
+    parser.add_argument("--lifeline-fd", type=int)
     parser.add_argument("--model", help='"broken" cannot be loaded')
     parser.add_argument("--mute", help="never speak; write the process id to this fifo instead")
     args, _ = parser.parse_known_args()
@@ -297,6 +298,8 @@ async def _main() -> None:
         if args.announce_fd is not None:
             with os.fdopen(args.announce_fd, "w") as announce:
                 announce.write(json.dumps({"url": server.url, "ready_s": 0.1}) + "\n")
+        if args.lifeline_fd is not None:
+            asyncio.get_running_loop().add_reader(args.lifeline_fd, stopped.set)
         await stopped.wait()
 
 

@@ -32,6 +32,7 @@ def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for name in ServerConfig.__dataclass_fields__:
         assert "--" + name.replace("_", "-") in text
+    assert "PLOSIVE_MAX_SLOTS" in text and "--num-threads N" in text
 
 
 def test_unknown_variable_names_the_valid_ones() -> None:
@@ -50,6 +51,8 @@ def test_unknown_variable_names_the_valid_ones() -> None:
         ("PLOSIVE_LOW_WATER_MS", "1000"),
         ("PLOSIVE_LOG_LEVEL", "loud"),
         ("PLOSIVE_WRITE_STALL_S", "0"),
+        ("PLOSIVE_DEVICE", "gpu"),
+        ("PLOSIVE_PUBLIC_METRICS", "maybe"),
     ],
 )
 def test_values_that_make_no_sense(variable: str, value: str) -> None:
@@ -57,6 +60,17 @@ def test_values_that_make_no_sense(variable: str, value: str) -> None:
         parse(**{variable: value})
     assert refused.value.param == variable.removeprefix("PLOSIVE_").lower()
     assert value.lower() in refused.value.message
+    assert refused.value.message.startswith(f"{variable}: got "), "named as it was given"
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1"])
+def test_the_devices_there_are(device: str) -> None:
+    assert parse("--device", device).device == device
+
+
+def test_a_value_on_the_command_line_is_named_by_its_option() -> None:
+    with pytest.raises(ConfigError, match=r"^invalid_config: --max-slots: got 0, expected at"):
+        parse("--max-slots", "0", PLOSIVE_MAX_SLOTS="1")
 
 
 def test_unknown_option_and_bad_number(capsys: pytest.CaptureFixture[str]) -> None:

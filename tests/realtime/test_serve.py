@@ -2,12 +2,13 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,21 @@ from realtime.errors import PlosiveError
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-import sys
+import argparse, sys
 from pathlib import Path
 from realtime.cli.serve import serve
 from realtime.config import ServerConfig
 from tests.realtime.support import make_engine
-folder, fd, frame_s, error = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]
+from realtime.config import add_arguments, from_args
+folder, frame_s, error = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+parser = argparse.ArgumentParser()
+add_arguments(parser, ServerConfig)
+config = from_args(parser.parse_args([*sys.argv[4:], "--voices-dir", str(folder / "v")]))
 def make(config):
     engine = make_engine(folder, frame_s=frame_s)
     engine.warm_up_error = RuntimeError(error) if error else None
     return engine
-sys.exit(serve(ServerConfig(port=0, voices_dir=folder / "v", announce_fd=fd), make))
+sys.exit(serve(config, make))
 """
 
 
@@ -44,21 +49,26 @@ def process(
 ) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
     """The server and what it announced; nothing if it closed the pipe without a word."""
     read_fd, write_fd = os.pipe()
+    lifeline_fd, held_fd = os.pipe()
+    options = ["--port", "0", "--announce-fd", str(write_fd), "--lifeline-fd", str(lifeline_fd)]
     child = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, folder, str(write_fd), str(frame_s), error],
+        [sys.executable, "-W", "error", "-c", PROGRAM, folder, str(frame_s), error, *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        pass_fds=[write_fd],
+        pass_fds=[write_fd, lifeline_fd],
         text=True,
     )
     os.close(write_fd)
+    os.close(lifeline_fd)
     with os.fdopen(read_fd) as pipe, child:
         try:
             line = pipe.readline()
-            yield child, json.loads(line) if line else {}
+            yield child, json.loads(line) | {"lifeline": held_fd} if line else {}
         finally:
             child.kill()
+            with suppress(OSError):
+                os.close(held_fd)
 
 
 def test_announce_serve_and_drain(tmp_path: Path) -> None:
@@ -100,6 +110,32 @@ def test_a_refused_connection_is_not_an_error_of_the_server(tmp_path: Path) -> N
         child.send_signal(signal.SIGTERM)
         _, stderr = child.communicate(timeout=10)
         assert (child.returncode, stderr) == (0, "")
+
+
+def test_it_ends_when_its_lifeline_does(tmp_path: Path) -> None:
+    with process(tmp_path) as (child, announced):
+        os.close(announced["lifeline"])
+        _, stderr = child.communicate(timeout=10)
+        assert (child.returncode, stderr) == (0, "")
+
+
+def test_it_outlives_no_parent_however_that_dies(tmp_path: Path) -> None:
+    parent_program = (
+        "import sys, time\n"
+        "from clients.local_server import LocalServer\n"
+        "server = LocalServer(command=[sys.executable, '-c', *sys.argv[1:]])\n"
+        "with server:\n"
+        "    print(server.pid, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", parent_program, PROGRAM, tmp_path, "0", ""]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        server = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    has_ended = bool(select.select([server], [], [], 10.0)[0])
+    os.close(server)
+    assert has_ended, "the server goes on without its parent"
 
 
 def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
@@ -146,7 +182,12 @@ def test_port_in_use_is_one_clear_line() -> None:
 def test_bad_option_and_bad_host() -> None:
     result = plosive_serve("--max-slots", "0")
     assert result.returncode == 2
-    assert result.stderr == "plosive serve: max_slots: got 0, expected at least 1\n"
+    assert result.stderr == "plosive serve: --max-slots: got 0, expected at least 1\n"
+    result = plosive_serve("--prot", "1")
+    assert result.returncode == 2 and result.stderr.startswith("usage: plosive serve [")
+    assert result.stderr.endswith("plosive serve: error: unrecognized arguments: --prot 1\n")
+    result = plosive_serve("--lifeline-fd", "99")
+    assert result.stderr == "plosive: --lifeline-fd: file descriptor 99 is not open\n"
     with pytest.raises(PlosiveError, match="cannot listen on nowhere.invalid"):
         bind("nowhere.invalid", 0)
 
