@@ -144,7 +144,7 @@ class Session:
 
     async def close(self) -> None:
         """Let the server finish what is committed, then close. Turns deliver until they end."""
-        self._is_closing = True
+        await self._stop_reopening()
         if not self.protocol.has_failed:
             await self._link.send([encode(SessionClose())])
         await asyncio.wait([self._link.reader])
@@ -156,10 +156,7 @@ class Session:
 
     async def drop(self) -> None:
         """Close the socket now, whatever is under way."""
-        self._is_closing = True
-        if self._reopening is not None:
-            self._reopening.cancel()
-            await asyncio.wait([self._reopening])
+        await self._stop_reopening()
         await self._link.drop()
 
     @property
@@ -177,6 +174,12 @@ class Session:
             await asyncio.wait([self._reopening])
         self._check_open()
         return self._link
+
+    async def _stop_reopening(self) -> None:
+        self._is_closing = True
+        if self._reopening is not None:
+            self._reopening.cancel()
+            await asyncio.wait([self._reopening])
 
     async def _open(self) -> None:
         self._link, self.ready = await self._open_link(self._start, self._on_event)

@@ -14,6 +14,7 @@ from realtime.wire import (
     SessionUpdate,
     TextAppend,
     TurnCommit,
+    TurnStarted,
     TurnText,
 )
 from tests.clients.scripted_server import Peer, ready, respond, scripted_server, talker
@@ -192,4 +193,55 @@ async def test_a_turn_that_waits_can_be_cancelled_and_never_begins() -> None:
         assert [type(event).__name__ async for event in turn] == ["TurnCancelled"]
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+    assert len(server.peers) == 1
+
+
+@pytest.mark.parametrize("num_steps", range(9))
+async def test_lost_at_any_step_a_turn_is_whole_or_fails_and_the_next_is_spoken(num_steps) -> None:
+    async def script(peer: Peer) -> None:
+        steps = [
+            peer.accept(),
+            peer.expect(TextAppend),
+            peer.send(TurnStarted(turn_id=1)),
+            peer.audio(1, [P] * 2),
+            peer.expect(TurnCommit),
+            peer.audio(1, [P], first_seq=2),
+            peer.send(TurnText(turn_id=1, text="one two", audio_ms=60.0)),
+            peer.done(1, 3),
+        ]
+        for step in steps[:num_steps]:
+            await step
+        for step in steps[num_steps:]:
+            step.close()
+        peer.socket.transport.abort()
+
+    async with scripted_server(in_order(script, talker)) as server:
+        if num_steps == 0:
+            with pytest.raises(ConnectionLost):
+                async with connect(server.url, format=PCM_FORMAT, reconnect=AT_ONCE):
+                    pass
+            return
+        async with connect(server.url, format=PCM_FORMAT, reconnect=AT_ONCE) as session:
+            try:
+                packets = [packet async for packet in session.say("one two")]
+            except ConnectionLost:
+                pass
+            else:  # before it was lost, or after
+                assert len(packets) in (3, 6)
+            assert len([packet async for packet in session.say("one two")]) == 6
+
+
+@pytest.mark.parametrize("ending", ["close", "leave"])
+async def test_ending_a_session_ends_its_attempts(ending) -> None:
+    async with scripted_server(drop_first) as server:
+        async with connect(server.url, reconnect=Reconnect(initial_delay_s=3600.0)) as session:
+            with pytest.raises(ConnectionLost):
+                async for _ in session.say("one two"):
+                    pass
+            waiting = asyncio.create_task(session.turn().append("three"))
+            await asyncio.sleep(0)
+            if ending == "close":
+                await session.close()
+        with pytest.raises(ConnectionLost):
+            await waiting
     assert len(server.peers) == 1
