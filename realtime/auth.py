@@ -10,6 +10,7 @@ refused is refused before the upgrade, in the shape that the clients of the path
 import asyncio
 import contextlib
 import hmac
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -33,6 +34,7 @@ KEYS_VARIABLE = "PLOSIVE_API_KEYS"
 KEY_SUBPROTOCOL = "plosive.key."
 MIN_KEY_CHARS = 16
 _PUBLIC_PATHS = ("/health", "/ready", "/")  # the page is asked for before a key can be typed
+_KEY_HEADERS = ("authorization", "xi-api-key", "sec-websocket-protocol")
 _MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 _DISCARD_S = 30.0
 
@@ -125,6 +127,19 @@ def presented_key(headers: Headers, subprotocols: Iterable[str]) -> str | None:
     return None
 
 
+class _HideKeys(logging.Filter):
+    """At level debug the headers of every upgrade are logged; those that may hold a key are not."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple) and len(record.args) == 2:
+            name, _ = record.args
+            if str(name).lower() in _KEY_HEADERS:
+                record.args = (name, "(hidden)")
+        return True
+
+
+_HIDE_KEYS = _HideKeys()
+
 # ---------------------------------------------------------------------------- the gate
 
 
@@ -150,6 +165,7 @@ def make_rules(config: ServerConfig, keys: ApiKeys, session_paths: Iterable[str]
 
 def protect(app: Starlette, rules: Rules, errors: HttpErrors, metrics: Metrics) -> None:
     """Put the gate before every route; pages of listed origins may also read what it answers."""
+    logging.getLogger("uvicorn.error").addFilter(_HIDE_KEYS)
     app.add_middleware(Gate, rules=rules, errors=errors, metrics=metrics)
     if rules.origins:
         app.add_middleware(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -190,6 +191,20 @@ def test_keys_are_not_kept() -> None:
     assert keys.find(KEY) is not None and keys.find(OTHER) is None
     assert keys.find(KEY) != ApiKeys([KEY]).find(KEY)  # a digest under each process's own secret
     assert KEY.encode() not in b"".join(keys._digests) and KEY not in repr(vars(keys))
+
+
+async def test_keys_are_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At level debug the headers of upgrades are logged."""
+    async with serving(tmp_path, keys=ApiKeys([KEY]), log_level="debug") as served:
+        logger = logging.getLogger("uvicorn.error")
+        logger.addHandler(caplog.handler)
+        names = [SUBPROTOCOL, "plosive.key." + KEY]
+        assert (await socket_status(served, subprotocols=names))[0] == 101
+        assert (await socket_status(served, additional_headers=bearer(KEY)))[0] == 101
+        logger.removeHandler(caplog.handler)
+    theirs = [r.getMessage() for r in caplog.records if r.name == "uvicorn.error"]
+    assert any("sec-websocket-key" in message for message in theirs)
+    assert not any(KEY in message for message in theirs)
 
 
 def test_the_first_place_that_has_a_key_counts() -> None:
