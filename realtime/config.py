@@ -57,7 +57,8 @@ class ServerConfig:
     port: int = _network(8765, "port to listen on; 0 takes any free one")
     api_keys_file: Path | None = _network(None, "valid API keys, one a line; clients must show one")
     allowed_origins: str = _network(
-        "", "origins whose pages may use the server, comma-separated; empty: any"
+        "",
+        "origins whose pages may use the server, its own among them, comma-separated; empty: any",
     )
     public_metrics: bool = _network(False, "/metrics asks for no API key, like /health and /ready")
     model: str = _model("embedded", '"embedded", or the path of a checkpoint directory')
