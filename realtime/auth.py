@@ -37,6 +37,9 @@ _PUBLIC_PATHS = ("/health", "/ready", "/")  # the page is asked for before a key
 _KEY_HEADERS = ("authorization", "xi-api-key", "sec-websocket-protocol")
 _MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 _DISCARD_S = 30.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+logger = logging.getLogger(__name__)
 
 
 class AuthError(PlosiveError):
@@ -154,6 +157,8 @@ class Rules(NamedTuple):
 
 
 def make_rules(config: ServerConfig, keys: ApiKeys, session_paths: Iterable[str]) -> Rules:
+    if not keys and config.host not in _LOOPBACK:
+        logger.warning("no API key is asked for: whoever reaches %s may speak", config.host)
     return Rules(
         keys=keys,
         origins=config.origins(),

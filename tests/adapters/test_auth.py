@@ -19,7 +19,7 @@ from websockets.exceptions import InvalidStatus
 from clients import ConnectionFailed, connect
 from clients.voices import add_voice, list_voices
 from realtime.__main__ import main
-from realtime.auth import ApiKeys, load_api_keys, presented_key
+from realtime.auth import ApiKeys, load_api_keys, make_rules, presented_key
 from realtime.config import ConfigError, ServerConfig
 from realtime.wire import SUBPROTOCOL
 from tests.realtime.support import TIMEOUT_S, Served, make_engine, serving
@@ -236,6 +236,14 @@ def test_keys_that_cannot_be_used_stop_the_start(tmp_path: Path, content: str | 
             load_api_keys(None, {"PLOSIVE_API_KEYS": content.partition("#")[0]})
     with pytest.raises(ConfigError):
         load_api_keys(file, {})
+
+
+def test_an_open_server_that_others_reach_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    make_rules(ServerConfig(), ApiKeys(), ())
+    make_rules(ServerConfig(host="0.0.0.0"), ApiKeys([KEY]), ())
+    assert not caplog.records
+    make_rules(ServerConfig(host="0.0.0.0"), ApiKeys(), ())
+    assert "no API key is asked for" in caplog.text
 
 
 # ---------------------------------------------------------------------------- origins
