@@ -52,7 +52,8 @@ $(CLIENTS)/.installed: $(VENV)/.installed
 	@echo "Setting up the agent frameworks in $(CLIENTS) ..."
 	@$(BIN)/python -m venv $(CLIENTS)
 	@$(CLIENTS)/bin/python $(INSTALL) torch==2.13.0 || $(CLIENTS)/bin/python $(INSTALL) "torch>=2.11"
-	@$(CLIENTS)/bin/python $(INSTALL) --editable ".[server,dev,pipecat,livekit]"
+	@$(CLIENTS)/bin/python $(INSTALL) --editable ".[server,dev,pipecat,livekit]" \
+		"livekit-plugins-fishaudio>=1.8"
 	@touch $@
 
 clean:
