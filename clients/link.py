@@ -11,10 +11,13 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.typing import Subprotocol
 
 from clients.address import is_loopback, key_headers, refusal, retry_after_s
+from clients.explain import cause
 from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
 from clients.turn import Turn
 from realtime.errors import ConnectionFailed, PlosiveError
 from realtime.wire import SUBPROTOCOL, SessionReady, SessionStart
+
+PING_S = 10.0  # a server that is gone without a word is missed after twice this
 
 
 class Link:
@@ -131,15 +134,17 @@ async def _open_websocket(address: str, api_key: str | None) -> ClientConnection
             additional_headers=key_headers(api_key),
             compression=None,  # audio does not shrink
             open_timeout=None,
+            ping_interval=PING_S,
+            ping_timeout=PING_S,
             close_timeout=2.0,
             proxy=None if is_loopback(address) else True,
         )
     except InvalidStatus as error:
-        raise _refused(error) from error
+        raise _refused(error) from None
     except (OSError, WebSocketException) as error:
         raise ConnectionFailed(
-            f"cannot connect to {address}: {error}. Is the server up?"
-        ) from error
+            f"cannot connect to {address}: {cause(error)}. Is the server up?"
+        ) from None
 
 
 def _refused(error: InvalidStatus) -> ConnectionFailed:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Generator
+from contextlib import aclosing
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -175,11 +176,12 @@ class Playback:
     async def _read(self) -> None:
         last: AudioPacket | None = None
         try:
-            async for packet in self._speech:
-                if packet.is_last:
-                    last = packet  # it ends in padding; how long, the server's account says
-                else:
-                    self._feed(packet)
+            async with aclosing(aiter(self._speech)) as packets:
+                async for packet in packets:
+                    if packet.is_last:
+                        last = packet  # it ends in padding; how long, the server's account says
+                    else:
+                        self._feed(packet)
             if last is not None:
                 self._feed(last)
         finally:

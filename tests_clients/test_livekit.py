@@ -17,6 +17,7 @@ from livekit.agents import (
     APIConnectOptions,
     APIError,
     APIStatusError,
+    APITimeoutError,
 )
 from livekit.agents.metrics import TTSMetrics
 from livekit.agents.types import USERDATA_TIMED_TRANSCRIPT
@@ -181,6 +182,15 @@ async def test_refusals_are_livekits_errors(status, kind) -> None:
             with pytest.raises(kind) as raised:
                 await spoken(speech, "One.")
             assert raised.value.retryable is (status != 401)
+
+
+async def test_a_server_that_does_not_get_ready_is_a_timeout() -> None:
+    async with scripted_server(Peer.until_closed) as server, plugin(server.url) as speech:
+        stream = speech.stream(conn_options=APIConnectOptions(max_retry=0, timeout=0.05))
+        stream.push_text("One.")
+        with pytest.raises(APITimeoutError):
+            await anext(stream)
+        await stream.aclose()
 
 
 async def test_an_error_of_a_turn_is_not_tried_again() -> None:

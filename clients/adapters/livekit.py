@@ -16,6 +16,7 @@ from livekit.agents import (
     APIConnectOptions,
     APIError,
     APIStatusError,
+    APITimeoutError,
     tts,
     utils,
 )
@@ -179,7 +180,11 @@ def _initialize(
 async def _acquire(stream: tts.SynthesizeStream | tts.ChunkedStream, speech: TTS) -> Session:
     started_s = time.perf_counter()
     stream._connection_reused = speech.is_open
-    session = await speech.session()
+    try:
+        async with asyncio.timeout(stream._conn_options.timeout):
+            session = await speech.session()
+    except TimeoutError:
+        raise APITimeoutError from None
     stream._acquire_time = time.perf_counter() - started_s
     return session
 

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from clients import ConnectionLost, connect
+from clients import ConnectionLost, ProtocolError, connect
 from clients.devices import NullDevice, SoundCard
 from clients.player import Playback, Player
 from realtime.wire import (
@@ -224,6 +224,29 @@ async def test_a_turn_that_is_lost_is_played_as_far_as_it_came_and_then_raises()
         assert playing.played_ms == 100.0
         with pytest.raises(ConnectionLost):
             player.play("two")
+
+
+async def test_audio_that_cannot_be_decoded_cancels_its_turn() -> None:
+    cancelled = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await peer.expect(TurnCommit)
+        await peer.audio(1, [b"\0\0\0"])
+        await peer.expect(TurnCancel)
+        cancelled.set()
+        await peer.until_closed()
+
+    device = NullDevice()
+    async with (
+        scripted_server(script) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+        Player(session, device) as player,
+    ):
+        with pytest.raises(ProtocolError, match="not whole samples"):
+            await play_out(device, player.play("one"))
+        await cancelled.wait()
 
 
 async def test_leaving_the_block_stops_what_plays() -> None:
