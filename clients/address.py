@@ -7,6 +7,7 @@ from realtime.errors import ConnectionFailed
 from realtime.wire import PATH
 
 _SECURE = {"http": False, "ws": False, "https": True, "wss": True}
+DEFAULT_URL = "http://127.0.0.1:8765"  # where `plosive serve` listens unless it is told otherwise
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 

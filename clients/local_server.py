@@ -1,4 +1,5 @@
-"""A server of one's own: started as a child process, stopped whatever happens."""
+"""The server of this machine: one that runs already, or one's own, started as a child process and
+stopped whatever happens."""
 
 import json
 import os
@@ -8,18 +9,38 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from http.client import HTTPException
 from types import TracebackType
 from typing import IO, Self
 
+from clients.address import DEFAULT_URL, http_url
 from realtime.errors import ConnectionFailed
 
 SERVE = (sys.executable, "-m", "realtime", "serve")
 STOP_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 0.5
 _POLL_S = 0.1
 _NUM_LAST_LINES = 8
 _OF_OPEN_SERVERS = ("PLOSIVE_API_KEYS", "PLOSIVE_API_KEYS_FILE")  # one's own asks for no key
+
+
+def running_server(url: str = DEFAULT_URL) -> str | None:
+    """`url`, an address of this machine, if a server is ready there; it is asked no longer than
+    half a second."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(http_url(url, "/ready"), timeout=_PROBE_TIMEOUT_S) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return None
+    except (OSError, HTTPException, ValueError):
+        return None
+    return url if isinstance(answer, dict) and answer.get("ready") is True else None
 
 
 class LocalServer:

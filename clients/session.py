@@ -287,10 +287,10 @@ async def connect(  # noqa: PLR0913 - what a session can be told
         try:
             async with asyncio.timeout(open_timeout_s):
                 return await open_link(address, api_key, start, on_event)
-        except TimeoutError as error:
+        except TimeoutError:
             raise ConnectionFailed(
                 f"{url} did not get a session ready within {open_timeout_s:g} s"
-            ) from error
+            ) from None
 
     session = Session(open_in_time, start, reconnect)
     await session.open(started_s)

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from clients.address import http_url, key_headers, refusal, retry_after_s
+from clients.explain import cause
 from realtime.errors import ConnectionFailed, PlosiveError, VoiceError
 
 PATH = "/v1/voices"
@@ -96,9 +97,10 @@ def _request(
             text = response.read()
     except urllib.error.HTTPError as error:
         with error:
-            raise _refused(error) from error
+            raise _refused(error) from None
     except OSError as error:
-        raise ConnectionFailed(f"cannot connect to {url}: {error}. Is the server up?") from error
+        why = cause(error)
+        raise ConnectionFailed(f"cannot connect to {url}: {why}. Is the server up?") from None
     answer: dict[str, Any] = json.loads(text) if text else {}
     return answer
 

@@ -268,5 +268,6 @@ def _trim(samples: Samples, rate_hz: int) -> Samples:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}{f': {lines[0][:120]}' if lines else ''}"
+    """FFmpeg's own words where it has some, without the number and the name of no file."""
+    said: str = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return said.strip().splitlines()[0][:120]

@@ -127,7 +127,7 @@ class VoiceStore:
         _check_name(name)
         with self._lock:
             if name in self._builtin:
-                raise VoiceError("voice_protected", f"{name!r} is a built-in voice", param="name")
+                raise _protected(name)
             if name not in self._added:
                 raise VoiceError("voice_not_found", f"there is no voice {name!r}", param="name")
             for suffix in (".safetensors", ".json"):  # without codes the text is no voice
@@ -136,7 +136,7 @@ class VoiceStore:
 
     def _check_free(self, name: str) -> None:
         if name in self._builtin:
-            raise VoiceError("voice_protected", f"{name!r} is a built-in voice", param="name")
+            raise _protected(name)
         if name in self._added:
             raise VoiceError(
                 "voice_exists", f"there is a voice {name!r} already; delete it first", param="name"
@@ -186,6 +186,11 @@ class VoiceStore:
                 f"expected int32 [{self._num_codebooks}, T]",
             )
         return codes
+
+
+def _protected(name: str) -> VoiceError:
+    why = f"{name!r} is a built-in voice and cannot be deleted or replaced"
+    return VoiceError("voice_protected", why, param="name")
 
 
 def _check_name(name: str) -> None:

@@ -6,7 +6,7 @@ python clients/examples/01_say_one_thing.py [URL] [FILE]
 import asyncio
 import sys
 
-from clients import connect, decode_turn, save
+from clients import PlosiveError, connect, decode_turn, save
 
 
 async def main(url: str, path: str) -> None:
@@ -24,4 +24,7 @@ async def main(url: str, path: str) -> None:
 if __name__ == "__main__":
     defaults = ["http://localhost:8765", "hello.wav"]
     arguments = sys.argv[1:]
-    asyncio.run(main(*arguments, *defaults[len(arguments) :]))
+    try:
+        asyncio.run(main(*arguments, *defaults[len(arguments) :]))
+    except PlosiveError as error:
+        sys.exit(error.message)

@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 
-from clients import AudioPacket, Decoder, TurnText, connect
+from clients import AudioPacket, Decoder, PlosiveError, TurnText, connect
 
 REPLY = "Of course. Your table for four is booked, tonight at half past seven. See you then!"
 
@@ -46,4 +46,7 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8765"))
+    try:
+        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8765"))
+    except PlosiveError as error:
+        sys.exit(error.message)

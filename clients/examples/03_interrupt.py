@@ -8,7 +8,7 @@ Needs a server: `plosive serve`.
 import asyncio
 import sys
 
-from clients import connect
+from clients import PlosiveError, connect
 from realtime.wire import PACKET_MS
 
 STORY = "Let me tell you a very long story about a small town where nothing ever happened at all."
@@ -35,4 +35,7 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8765"))
+    try:
+        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8765"))
+    except PlosiveError as error:
+        sys.exit(error.message)

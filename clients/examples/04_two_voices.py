@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from clients import Session, connect, decode_turn, save
+from clients import PlosiveError, Session, connect, decode_turn, save
 from clients.decode import Samples
 from clients.voices import list_voices
 
@@ -47,4 +47,7 @@ async def main(url: str, path: str) -> None:
 if __name__ == "__main__":
     defaults = ["http://localhost:8765", "conversation.wav"]
     arguments = sys.argv[1:]
-    asyncio.run(main(*arguments, *defaults[len(arguments) :]))
+    try:
+        asyncio.run(main(*arguments, *defaults[len(arguments) :]))
+    except PlosiveError as error:
+        sys.exit(error.message)

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 
-from clients import Player, connect
+from clients import Player, PlosiveError, connect
 from clients.decode import Samples
 from clients.devices import load_sounddevice
 
@@ -91,4 +91,7 @@ async def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8765"))
+    try:
+        asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8765"))
+    except PlosiveError as error:
+        sys.exit(error.message)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "clients" / "examples"
 
 
-async def run(*command: str) -> str:
+async def run(*command: str, status: int = 0) -> str:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -29,7 +29,7 @@ async def run(*command: str) -> str:
         env=environ,
     )
     output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
+    assert process.returncode == status, output.decode()
     return output.decode()
 
 
@@ -47,6 +47,13 @@ async def test_01_say_one_thing(tmp_path) -> None:
 async def test_examples_print_what_they_show(name, said) -> None:
     async with scripted_server(talker) as server:
         assert said in await run(str(EXAMPLES / f"{name}.py"), server.url)
+
+
+@pytest.mark.parametrize("name", ["01_say_one_thing", "02_stream_text", "04_two_voices"])
+async def test_examples_without_a_server_say_so_in_one_line(name) -> None:
+    output = await run(str(EXAMPLES / f"{name}.py"), "http://127.0.0.1:9", status=1)
+    assert output.count("\n") == 1 and "Errno" not in output
+    assert "cannot connect to" in output and "connection refused. Is the server up?" in output
 
 
 async def test_04_two_voices(tmp_path) -> None:

@@ -74,6 +74,8 @@ def test_names_without_path_characters_only(tmp_path: Path, name: str) -> None:
 def test_limits_and_protection(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     assert refusal(store, "tone") == "voice_protected"
+    with pytest.raises(VoiceError, match="'tone' is a built-in voice and cannot be deleted or rep"):
+        store.remove("tone")
     assert refusal(store, "x", "") == refusal(store, "x", "y" * 2_001) == "invalid_voice"
     with pytest.raises(VoiceError, match="int32"):
         store.add("x", "text", CODES[:2])

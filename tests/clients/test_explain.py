@@ -1,0 +1,37 @@
+"""Errors of the system, as a terminal shows them."""
+
+import errno
+import os
+import socket
+import ssl
+import urllib.error
+
+import pytest
+
+from clients.explain import cause, sentence
+from realtime.errors import ConnectionFailed
+
+REFUSED = OSError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 9)")
+BOTH = OSError(f"Multiple exceptions: {REFUSED}, [Errno 113] Connect call failed ('::1', 9)")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (REFUSED, "connection refused"),
+        (BOTH, "connection refused, no route to host"),
+        (urllib.error.URLError(REFUSED), "connection refused"),
+        (socket.gaierror(-2, "Name or service not known"), "Name or service not known"),
+        (ssl.SSLError(1, "bad certificate"), "bad certificate"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_cause(error: Exception, said: str) -> None:
+    assert cause(error) == said
+
+
+def test_sentence() -> None:
+    assert sentence(ConnectionFailed("nobody answers")) == "nobody answers"
+    missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/missing.wav")
+    assert sentence(missing) == "/missing.wav: No such file or directory"
+    assert sentence(OSError("there is no sound output")) == "there is no sound output"
