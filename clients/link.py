@@ -17,6 +17,8 @@ from clients.turn import Turn
 from realtime.errors import ConnectionFailed, PlosiveError
 from realtime.wire import SUBPROTOCOL, SessionReady, SessionStart
 
+PING_S = 10.0  # a server that is gone without a word is missed after twice this
+
 
 class Link:
     """An open connection. `on_event` gets what belongs to no turn, except answers to `ask`."""
@@ -132,6 +134,8 @@ async def _open_websocket(address: str, api_key: str | None) -> ClientConnection
             additional_headers=key_headers(api_key),
             compression=None,  # audio does not shrink
             open_timeout=None,
+            ping_interval=PING_S,
+            ping_timeout=PING_S,
             close_timeout=2.0,
             proxy=None if is_loopback(address) else True,
         )
