@@ -112,6 +112,7 @@ class Fish:
                 session,
                 self._voices,
                 pcm=self._pcm,
+                lead_ms=self._config.max_lead_ms,
                 stall_s=self._config.write_stall_s,
                 with_timestamps=with_timestamps,
             )

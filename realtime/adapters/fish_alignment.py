@@ -1,9 +1,6 @@
 """Where in the audio each word is: Fish's `alignment` from the session's `turn.text` messages."""
 
-import re
 from typing import Any
-
-_WORD = re.compile(r"\s*\S+\s*")
 
 
 class Alignment:
@@ -22,17 +19,17 @@ class Alignment:
 
     def add(self, text: str, audio_ms: float) -> None:
         """By `audio_ms` of the turn, `text` has been spoken; it begins with what was told before."""
-        new, start_s = text[len(self._text) :], self._audio_s
+        words, start_s = text[len(self._text) :].split(), self._audio_s
         self._text, self._audio_s = text, audio_ms / 1000.0
-        s_per_char = (self._audio_s - start_s) / max(1, len(new))
-        for match in _WORD.finditer(new):
-            self._segments.append(
-                {
-                    "text": match.group().strip(),
-                    "start": round(start_s + s_per_char * match.start(), 3),
-                    "end": round(start_s + s_per_char * match.end(), 3),
-                }
-            )
+        if self._audio_s <= start_s and self._segments:  # the last words share the time of one
+            last = self._segments.pop()
+            words, start_s = [last["text"], *words], last["start"]
+        s_per_char = (self._audio_s - start_s) / max(1, sum(map(len, words)))
+        for word in words:
+            end_s = start_s + s_per_char * len(word)
+            times = {"start": round(start_s, 3), "end": round(end_s, 3)}
+            self._segments.append({"text": word, **times})
+            start_s = end_s
         self.is_news = True
 
     def next_chunk(self) -> None:

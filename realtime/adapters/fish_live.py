@@ -23,7 +23,7 @@ from realtime.adapters.fish_alignment import Alignment
 from realtime.adapters.fish_request import TtsRequest, parse_request, unpack
 from realtime.adapters.fish_voices import Voices
 from realtime.adapters.local import Item, LocalSession
-from realtime.adapters.speech import Encoder, decode_pcm
+from realtime.adapters.speech import MAX_LEAD_MS, Encoder, decode_pcm
 from realtime.connection import ABORT_EXTENSION
 from realtime.errors import CLOSE_CODE, ConnectionLost, PlosiveError
 from realtime.wire import (
@@ -87,6 +87,7 @@ class LiveSocket:
         voices: Voices,
         *,
         pcm: AudioFormat,
+        lead_ms: int,
         stall_s: float,
         with_timestamps: bool,
     ) -> None:
@@ -94,6 +95,7 @@ class LiveSocket:
         self._session = session
         self._voices = voices
         self._pcm = pcm
+        self._lead_ms = lead_ms
         self._stall_s = stall_s
         self._with_timestamps = with_timestamps
         self._is_session_started = False
@@ -157,11 +159,13 @@ class LiveSocket:
     async def _start(self, request: TtsRequest) -> None:
         await self._drop_open_speech()
         voice = await self._voices.choose(request)
-        sampling = request.sampling
+        # What is played faster than it is made, once the lead is used up, would run dry.
+        lead_ms = self._lead_ms if request.prosody.speed <= 1.0 else MAX_LEAD_MS
+        settings = {"voice": voice, "sampling": request.sampling, "max_lead_ms": lead_ms}
         if self._is_session_started:
-            await self._session.send(SessionUpdate(voice=voice, sampling=sampling))
+            await self._session.send(SessionUpdate.model_validate(settings))
         else:
-            start = SessionStart(voice=voice, format=self._pcm, sampling=sampling)
+            start = SessionStart.model_validate(settings | {"format": self._pcm})
             await self._session.send(start)
             self._is_session_started = True
         make_encoder = partial(request.make_encoder, self._pcm.sample_rate)
@@ -207,9 +211,10 @@ class LiveSocket:
             await self._drop(speech)
 
     async def _drop(self, speech: Speech) -> None:
-        self._speeches.remove(speech)
-        for turn_id in tuple(speech.turns):
-            await self._session.cancel(turn_id)
+        if speech in self._speeches:
+            self._speeches.remove(speech)
+            for turn_id in tuple(speech.turns):
+                await self._session.cancel(turn_id)
 
     def _take_turn_id(self) -> int:
         self._next_turn_id += 1

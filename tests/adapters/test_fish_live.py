@@ -194,6 +194,7 @@ async def test_timestamps(tmp_path: Path) -> None:
         times = [t for s in segments for t in (s["start"], s["end"])]
         duration_s = len(engine.pcm(0, idx + 1)) / 24_000
         assert times == sorted(times) and times[0] == 0.0
+        assert all(s["end"] > s["start"] for s in segments)
         assert times[-1] == chunk["alignment"]["audio_duration"] == pytest.approx(duration_s)
     offset_s = len(engine.pcm(0, 1)) / 24_000
     assert chunks[1]["chunk_audio_offset_sec"] == pytest.approx(offset_s)
@@ -265,10 +266,12 @@ async def test_a_client_that_leaves_frees_the_slot(tmp_path: Path, stage: str) -
 async def test_the_lead_is_bounded_when_nobody_cancels(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     async with serving(tmp_path, engine, max_lead_ms=500) as served, live(served) as fish:
-        await fish.start(text=TEXT)
-        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(OpenSlot)))
-        opened = engine.seen(OpenSlot)[0]
-        assert isinstance(opened, OpenSlot) and opened.max_lead_ms == 500
+        for speed in (1.0, 2.0, 0.5):  # what is played faster needs more
+            await fish.start(text=TEXT, prosody={"speed": speed})
+            await fish.send("stop")
+            await fish.until_finish()
+        opened = [command for command in engine.seen(OpenSlot) if isinstance(command, OpenSlot)]
+        assert [command.max_lead_ms for command in opened] == [500, 60_000, 500]
 
 
 async def test_a_client_that_does_not_read_is_closed(tmp_path: Path) -> None:
