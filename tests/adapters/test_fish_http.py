@@ -237,6 +237,18 @@ async def test_a_client_that_leaves_frees_the_slot(tmp_path: Path, num_frames: i
         await served.until_free()
 
 
+async def test_a_client_that_does_not_read_loses_the_slot(tmp_path: Path) -> None:
+    async with serving(tmp_path, write_stall_s=0.3) as served, served.http() as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
+        body = json.dumps({"text": TEXT * 600, "format": "pcm"}).encode()
+        head = f"POST {TTS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await reader.readuntil(b"\r\n\r\n")
+        await served.until_free()
+        assert (await tts(http)).status_code == 200
+        writer.transport.abort()
+
+
 async def test_an_engine_that_dies_cuts_the_response(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.hold()

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from realtime.auth import ApiKeys
 from tests.adapters.fish_support import TEXT, assert_same, decode, pcm_of
 from tests.fakes import FakeEngine
 from tests.realtime.support import Served, make_engine, serving
@@ -19,6 +20,7 @@ with warnings.catch_warnings():
     from fishaudio import AsyncFishAudio, FishAudio
     from fishaudio.exceptions import (
         APIError,
+        AuthenticationError,
         NotFoundError,
         ServerError,
         WebSocketError,
@@ -159,6 +161,21 @@ async def test_errors(tmp_path: Path) -> None:
         with pytest.raises(ServerError, match="slots"):
             await client.tts.convert(text=TEXT)
         served.hub.give_back(slot)
+
+
+async def test_keys(tmp_path: Path) -> None:
+    async with serving(tmp_path, keys=ApiKeys(["the-key-of-a-client"])) as served:
+        url = f"http://127.0.0.1:{served.port}"
+        async with AsyncFishAudio(api_key="another-key-entirely", base_url=url) as client:
+            with pytest.raises(AuthenticationError, match="API key"):
+                await client.tts.convert(text=TEXT)
+            with pytest.raises(AuthenticationError):
+                await client.voices.list()
+            with pytest.raises(Exception, match="401|upgrade|Upgrade"):
+                [chunk async for chunk in client.tts.stream_websocket(async_pieces())]
+        async with AsyncFishAudio(api_key="the-key-of-a-client", base_url=url) as client:
+            assert await client.tts.convert(text=TEXT)
+            assert [chunk async for chunk in client.tts.stream_websocket(async_pieces())]
 
 
 async def test_the_legacy_client(tmp_path: Path) -> None:
