@@ -1,16 +1,16 @@
-"""`plosive say`: speak one text through a server, or through one started for it.
+"""`plosive say`: speak one text through the server that runs here, or through one started for it.
 
-It is played where sounddevice is installed and it is not saved.
+It is played where sounddevice is installed and it is not saved. What is worth knowing besides the
+figures goes to stderr, a line each.
 """
 
 import argparse
 import asyncio
 import importlib.util
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,28 +22,36 @@ from clients import (
     Decoder,
     PlosiveError,
     Sampling,
+    SessionError,
     SoundCard,
     Speech,
+    Warn,
     connect,
     decode_turn,
     save,
 )
+from clients.address import DEFAULT_URL
 from clients.decode import Samples
-from clients.local_server import LocalServer
+from clients.explain import sentence
+from clients.local_server import LocalServer, running_server, stopped_like_interrupted
 from clients.play_buffer import PlayBuffer, Track
 from clients.save import SUFFIXES, check_suffix
 from clients.silence import leading_silence_ms
+from realtime.config import DEVICES, is_device
 
 # Nobody interrupts it, so nothing is gained by making it at the speed of playback.
 MAX_LEAD_MS = 60_000
 PREBUFFER_MS = 60
+_MAX_SEED = 2**63 - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("text", help='what to say; "-" reads standard input')
     parser.add_argument("--voice", help="name of the voice (default: the server's)")
     parser.add_argument("--prompt", default="", help="how to say it, where the model can be told")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same audio")
+    parser.add_argument(
+        "--seed", type=_seed, metavar="N", help="the same seed gives the same audio"
+    )
     parser.add_argument(
         "--out",
         type=Path,
@@ -53,23 +61,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--url",
-        default=os.environ.get("PLOSIVE_URL"),
         help="a running server, like http://localhost:8765 (default: $PLOSIVE_URL, or else "
-        "a local server is started and stopped again)",
+        f"{DEFAULT_URL} if one is ready there, or else one is started and stopped again)",
     )
     parser.add_argument(
         "--api-key",
         default=os.environ.get("PLOSIVE_API_KEY"),
         help="for a server that needs one (default: $PLOSIVE_API_KEY)",
     )
-    local = parser.add_argument_group("of the local server")
-    local.add_argument("--model", help='"embedded" (default) or the path of a checkpoint')
-    local.add_argument("--device", help='"auto" (default), "cpu", "cuda" or "cuda:N"')
+    local = parser.add_argument_group("a server of its own")
+    local.add_argument("--local", action="store_true", help="start one even if one is running")
+    local.add_argument(
+        "--model", help='start one with "embedded" (default), or the path of a checkpoint'
+    )
+    local.add_argument("--device", type=_device, help=f"start one on {DEVICES}")
     parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when it is said, 1 with one sentence on stderr when it cannot be; wrong usage exits 2."""
+    if args.url and _wants_local(args):
+        args.usage_error("--local, --model and --device are for a server of its own; --url is not")
     text = sys.stdin.read() if args.text == "-" else args.text
     if not text.strip():
         args.usage_error("there is nothing to say: the text is empty")
@@ -81,25 +93,57 @@ def run(args: argparse.Namespace) -> int:
         if not args.out.parent.is_dir():
             args.usage_error(f"there is no directory {args.out.parent}")
     try:
-        with _terminated_like_interrupted():
+        with stopped_like_interrupted():
             _run(args, text)
     except (PlosiveError, OSError) as error:
-        message = error.message if isinstance(error, PlosiveError) else str(error)
-        print(f"plosive say: {message}", file=sys.stderr)
+        _tell(sentence(error))
         return 1
     return 0
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) > _MAX_SEED:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected 0 to {_MAX_SEED} (2^63-1)")
+    return int(text)
+
+
+def _device(text: str) -> str:
+    if not is_device(text):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {DEVICES}")
+    return text
+
+
+def _wants_local(args: argparse.Namespace) -> bool:
+    return bool(args.local or args.model or args.device)
+
+
+def _tell(line: str) -> None:
+    print(f"plosive say: {line}", file=sys.stderr)
+
+
 def _run(args: argparse.Namespace, text: str) -> None:
-    if args.url:
-        if args.model or args.device:
-            args.usage_error("--model and --device are for a local server; --url names another")
-        said = asyncio.run(_say(args, args.url, text))
-    else:
-        said = _say_locally(args, text)
+    url = args.url or _find_server(args)
+    said = asyncio.run(_say(args, url, text)) if url else _say_locally(args, text)
+    if not len(said.samples):
+        unwritten = f"; {args.out} is not written" if args.out else ""
+        why = f"the text has nothing that can be spoken{unwritten}"
+        raise SessionError("nothing_to_speak", why)
     if args.out is not None:
         save(args.out, said.samples, said.sample_rate_hz)
     print(said.summary() + (f" · {args.out}" if args.out else ""))
+
+
+def _find_server(args: argparse.Namespace) -> str | None:
+    """The one that the environment names or that runs here; None: start one."""
+    if _wants_local(args):
+        return None
+    if url := os.environ.get("PLOSIVE_URL"):
+        return url
+    if url := running_server():
+        _tell(f"using the server at {url} (--local starts another)")
+    else:
+        _tell(f"no server is ready at {DEFAULT_URL}; starting one for this text")
+    return url
 
 
 @dataclass(frozen=True)
@@ -107,16 +151,13 @@ class _Said:
     samples: Samples
     sample_rate_hz: int
     ready_ms: float
-    ttfa_ms: float | None
+    ttfa_ms: float
     generation_ms: float  # commit sent -> last packet
 
     def summary(self) -> str:
         audio_ms = 1000.0 * len(self.samples) / self.sample_rate_hz
         silence_ms = leading_silence_ms(self.samples, self.sample_rate_hz)
-        parts = [f"ready {self.ready_ms:.0f} ms"]
-        if self.ttfa_ms is None:
-            return f"{parts[0]} · no audio: the text has nothing that can be spoken"
-        parts.append(f"TTFA {self.ttfa_ms:.0f} ms")
+        parts = [f"ready {self.ready_ms:.0f} ms", f"TTFA {self.ttfa_ms:.0f} ms"]
         audible = "never" if silence_ms is None else f"{self.ttfa_ms + silence_ms:.0f} ms"
         parts.append(f"audible {audible}")
         parts.append(f"audio {audio_ms / 1000:.2f} s")
@@ -134,18 +175,37 @@ async def _say(args: argparse.Namespace, url: str, text: str) -> _Said:
         max_lead_ms=MAX_LEAD_MS,
     ) as session:
         speech = session.say(text)
-        if _can_play(args):
-            packets = await _play(speech, Decoder(session.format))
-        else:
-            packets = [packet async for packet in speech]
-    turn = speech.turn
-    samples, sample_rate_hz = np.zeros(0, np.float32), session.format.sample_rate
-    generation_ms = 0.0
-    if packets:
-        assert turn.metrics is not None and turn.timings.commit_s is not None
-        samples, sample_rate_hz = decode_turn(packets, session.format, turn.metrics.num_samples)
-        generation_ms = 1000.0 * (turn.timings.packets_s[-1] - turn.timings.commit_s)
-    return _Said(samples, sample_rate_hz, session.ready_ms, turn.timings.ttfa_ms, generation_ms)
+        try:
+            if _can_play(args):
+                packets = await _play(speech, Decoder(session.format))
+            else:
+                packets = [packet async for packet in _packets(speech)]
+        finally:
+            for warning in session.warnings:
+                _warn(warning)
+    metrics, timings = speech.turn.metrics, speech.turn.timings
+    if not packets:
+        return _Said(np.zeros(0, np.float32), session.format.sample_rate, session.ready_ms, 0, 0)
+    assert metrics is not None and timings.ttfa_ms is not None and timings.commit_s is not None
+    samples, sample_rate_hz = decode_turn(packets, session.format, metrics.num_samples)
+    generation_ms = 1000.0 * (timings.packets_s[-1] - timings.commit_s)
+    return _Said(samples, sample_rate_hz, session.ready_ms, timings.ttfa_ms, generation_ms)
+
+
+async def _packets(speech: Speech) -> AsyncGenerator[AudioPacket, None]:
+    """The packets of the speech; its warnings are told as they come."""
+    async with aclosing(speech.events()) as events:
+        async for event in events:
+            match event:
+                case AudioPacket():
+                    yield event
+                case Warn():
+                    _warn(event)
+
+
+def _warn(warning: Warn) -> None:
+    if warning.code != "nothing_to_speak":  # that is how the command ends
+        _tell(f"warning: {' '.join(warning.message.split())}")
 
 
 def _can_play(args: argparse.Namespace) -> bool:
@@ -162,11 +222,11 @@ async def _play(speech: Speech, decoder: Decoder) -> list[AudioPacket]:
     try:
         device.start(decoder.sample_rate_hz, buffer.pull)
     except OSError as error:
-        print(f"plosive say: not played: {error}", file=sys.stderr)
-        return [packet async for packet in speech]
+        _tell(f"not played: {error}")
+        return [packet async for packet in _packets(speech)]
     packets = []
     try:
-        async for packet in speech:
+        async for packet in _packets(speech):
             packets.append(packet)
             buffer.feed(track, decoder.decode(packet))
         buffer.end(track)
@@ -201,13 +261,3 @@ def _show_wait(waited_s: float | None) -> None:
     if sys.stderr.isatty():
         line = "" if waited_s is None else f"starting a local server ({waited_s:.0f} s)"
         print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C, so that the local server is stopped."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -2,13 +2,18 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
 from clients import PlosiveError
+from clients.address import DEFAULT_URL
+from clients.explain import sentence
 from clients.voices import Voice, add_voice, delete_voice, list_voices
 
-DEFAULT_URL = "http://localhost:8765"
+# Whether an action takes a name, a clip and a text.
+_TAKES = {"list": (False,) * 3, "add": (True,) * 3, "delete": (True, False, False)}
+_EXAMPLE = "What is said in it."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,17 +38,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when it is done, 1 with one sentence on stderr when it cannot be; wrong usage exits 2."""
-    if (args.action == "list") != (args.name is None):
-        args.usage_error("add and delete take the voice's NAME, list takes none")
-    if (args.action == "add") != (args.clip is not None and args.text is not None):
-        args.usage_error("add takes --clip FILE and --text TEXT, the others take neither")
+    given = (args.name is not None, args.clip is not None, args.text is not None)
+    if given != _TAKES[args.action]:
+        args.usage_error(_usage(args))
     try:
         _run(args)
     except (PlosiveError, OSError) as error:
-        message = error.message if isinstance(error, PlosiveError) else str(error)
-        print(f"plosive voices: {message}", file=sys.stderr)
+        print(f"plosive voices: {sentence(error)}", file=sys.stderr)
         return 1
     return 0
+
+
+def _usage(args: argparse.Namespace) -> str:
+    """What the action takes, and a line to copy, with what was given."""
+    name = shlex.quote(args.name or "bob")
+    clip, text = shlex.quote(str(args.clip or f"{name}.wav")), shlex.quote(args.text or _EXAMPLE)
+    return {
+        "list": "list takes nothing: plosive voices list",
+        "add": "add takes a name, a recording and what is said in it: "
+        f"plosive voices add {name} --clip {clip} --text {text}",
+        "delete": f"delete takes a name alone: plosive voices delete {name}",
+    }[str(args.action)]
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """A small WebSocket server that follows a script, for tests of what talks to a server.
 
 `talker` is the script of a well-behaved server: it says each committed turn as a tone, 60 ms of
-audio per word. As a program (`python -m tests.clients.scripted_server`) it takes the options that
+audio per word of ASCII. It warns of a `?!`, and takes no prompt. As a program (`python -m tests.clients.scripted_server`) it takes the options that
 clients give to `plosive serve`.
 """
 
@@ -48,6 +48,7 @@ from realtime.wire import (
     TurnDone,
     TurnMetrics,
     TurnStarted,
+    Warn,
     decode_client,
     encode,
     pack_audio,
@@ -148,6 +149,8 @@ async def scripted_server(
         if request.path == "/v1/voices":
             voices = [{"name": name, "is_builtin": True} for name in ("ann", "bob")]
             return respond(200, json.dumps({"voices": voices, "default": "ann"}))
+        if request.path == "/ready":
+            return respond(200, json.dumps({"ready": True}))
         return scripted.refusal
 
     server: Server = await serve(
@@ -241,12 +244,17 @@ def opus_payloads(samples: NDArray[np.int16]) -> list[bytes]:
 
 async def talker(peer: Peer) -> None:
     """Says every committed turn, one after another; cancels what it is told to cancel."""
-    await peer.accept()
+    start = await peer.accept()
+    if start.prompt:
+        await peer.send(Warn(code="prompt_ignored", message="scripted takes no prompt"))
     texts: dict[int, str] = {}
     while True:
         match await peer.next():
             case TextAppend(turn_id=turn_id, text=text):
                 texts[turn_id] = texts.get(turn_id, "") + text
+                if "?!" in text:
+                    message = "text: left out\n'?!'"
+                    await peer.send(Warn(code="odd_text", message=message, turn_id=turn_id))
             case TurnCommit(turn_id=turn_id):
                 await _talk(peer, turn_id, texts[turn_id])
             case TurnCancel(turn_id=turn_id, played_ms=played_ms):
@@ -267,7 +275,7 @@ async def talker(peer: Peer) -> None:
 
 
 async def _talk(peer: Peer, turn_id: int, text: str) -> None:
-    num_samples = len(text.split()) * PACKETS_PER_WORD * PACKET_SAMPLES
+    num_samples = sum(map(str.isascii, text.split())) * PACKETS_PER_WORD * PACKET_SAMPLES
     samples = tone(num_samples, num_silent=PACKET_SAMPLES)
     payloads = (opus_payloads if peer.format is OPUS else pcm_payloads)(samples)
     await peer.send(TurnStarted(turn_id=turn_id))

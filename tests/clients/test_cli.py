@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from clients import ConnectionFailed
-from clients.local_server import LocalServer
+from clients.local_server import LocalServer, running_server
 from realtime.cli import say, voices
 from realtime.wire import SessionStart
 from tests.clients.scripted_server import scripted_server, talker
@@ -32,6 +33,7 @@ def scripted_serve(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("PLOSIVE_URL", raising=False)
     monkeypatch.setattr("clients.local_server.SERVE", SCRIPTED)
+    monkeypatch.setattr(say, "running_server", lambda: None)
 
 
 def run(command, *words: str) -> int:
@@ -56,6 +58,51 @@ async def test_say_uses_a_running_server(capsys) -> None:
     start = server.received[0]
     assert isinstance(start, SessionStart)
     assert (start.voice, start.sampling.seed) == ("bob", 3)
+
+
+async def test_a_running_server_is_found_only_where_one_is_ready() -> None:
+    async with scripted_server(talker) as server:
+        assert await asyncio.to_thread(running_server, server.url) == server.url
+    assert await asyncio.to_thread(running_server, server.url) is None
+
+
+async def test_say_takes_the_server_that_runs_here(monkeypatch, capsys) -> None:
+    async with scripted_server(talker) as server:
+        monkeypatch.setattr(say, "running_server", lambda: server.url)
+        assert await asyncio.to_thread(_say_in_thread, "one") == 0
+        assert len(server.peers) == 1
+        assert f"using the server at {server.url} (--local" in capsys.readouterr().err
+        assert await asyncio.to_thread(_say_in_thread, "one", "--local") == 0
+        assert await asyncio.to_thread(_say_in_thread, "one", "--device", "cpu") == 0
+        assert len(server.peers) == 1
+        monkeypatch.setenv("PLOSIVE_URL", server.url)
+        assert await asyncio.to_thread(_say_in_thread, "one") == 0
+        assert len(server.peers) == 2
+
+
+def test_say_tells_every_warning_in_one_line(capsys) -> None:
+    assert run(say, "one two?!", "--prompt", "calm") == 0
+    output = capsys.readouterr()
+    assert "audio 0.12 s" in output.out
+    assert output.err.splitlines()[1:] == [
+        "plosive say: warning: text: left out '?!'",
+        "plosive say: warning: scripted takes no prompt",
+    ]
+
+
+def test_say_without_anything_to_say_writes_nothing(capsys, tmp_path) -> None:
+    path = tmp_path / "e.wav"
+    assert run(say, "🎉🎉", "--out", str(path)) == 1
+    output = capsys.readouterr()
+    assert f"nothing that can be spoken; {path} is not written" in output.err
+    assert not path.exists() and not output.out
+
+
+def _say_in_thread(*words: str) -> int:
+    """Like `run`, where only the main thread may handle signals."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(say, "stopped_like_interrupted", nullcontext)
+        return run(say, *words)
 
 
 def _run_in_thread(words: tuple[str, ...]) -> int:
@@ -128,7 +175,10 @@ def test_say_reads_standard_input(monkeypatch, capsys) -> None:
         ((" \n",), "the text is empty"),
         (("hi", "--out", "hi.flac"), ".wav, .ogg, .opus, .mp3"),
         (("hi", "--out", "missing/hi.wav"), "there is no directory missing"),
-        (("hi", "--url", "http://localhost:1", "--model", "x"), "for a local server"),
+        (("hi", "--url", "http://localhost:1", "--model", "x"), "for a server of its own"),
+        (("hi", "--seed", "-1"), "got '-1', expected 0 to 9223372036854775807"),
+        (("hi", "--seed", str(2**63)), "expected 0 to 9223372036854775807"),
+        (("hi", "--device", "gpu"), 'got \'gpu\', expected "auto", "cpu", "cuda" or'),
     ],
 )
 def test_say_wrong_usage_exits_2(words, message, capsys) -> None:
@@ -145,12 +195,13 @@ def test_say_errors_are_one_sentence(capsys, tmp_path) -> None:
     assert "the model: it is broken" in error
     assert "Traceback" not in error
     assert run(say, "hi", "--url", "http://127.0.0.1:9") == 1
-    assert "cannot connect to" in capsys.readouterr().err
+    assert "/v1/realtime: connection refused. Is the server up?" in capsys.readouterr().err
     assert run(say, "hi", "--out", str(tmp_path / ("x" * 300 + ".wav"))) == 1
-    assert "too long" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "xxx.wav: File name too long" in error and "Errno" not in error
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_say_stops_its_server(signal_number, tmp_path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -158,7 +209,7 @@ def test_interrupted_say_stops_its_server(signal_number, tmp_path) -> None:
         "import clients.local_server, sys\n"
         f"clients.local_server.SERVE = {(*SCRIPTED, '--mute', str(fifo))!r}\n"
         "from realtime.__main__ import main\n"
-        "sys.exit(main(['say', 'hello']))"
+        "sys.exit(main(['say', 'hello', '--local']))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
         server_pid = int(fifo.read_text())  # waits until the server has got the text
@@ -240,14 +291,27 @@ def test_voices_add_and_delete(voice_server, tmp_path, capsys) -> None:
     assert run(voices, "delete", "bob", "--url", voice_server) == 1
     assert capsys.readouterr().err == "plosive voices: no voice 'bob'\n"
     assert run(voices, "add", "eve", "--clip", "/missing.wav", "--text", "hi") == 1
-    assert "missing.wav" in capsys.readouterr().err
+    assert capsys.readouterr().err == "plosive voices: /missing.wav: No such file or directory\n"
+    assert run(voices, "--url", "http://127.0.0.1:9") == 1
+    assert "http://127.0.0.1:9: connection refused. Is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [("add",), ("delete",), ("list", "x"), ("add", "eve")])
-def test_voices_wrong_usage_exits_2(words) -> None:
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("add",), "plosive voices add bob --clip bob.wav --text 'What is said in it.'"),
+        (("add", "eve"), "plosive voices add eve --clip eve.wav --text 'What is said in it.'"),
+        (("add", "eve", "--clip", "a b.wav"), "add eve --clip 'a b.wav' --text 'What is said"),
+        (("delete",), "plosive voices delete bob"),
+        (("delete", "eve", "--clip", "x"), "plosive voices delete eve"),
+        (("list", "eve"), "plosive voices list"),
+    ],
+)
+def test_voices_wrong_usage_shows_a_line_to_copy(words, line, capsys) -> None:
     with pytest.raises(SystemExit) as exited:
         run(voices, *words)
     assert exited.value.code == 2
+    assert line in capsys.readouterr().err
 
 
 def test_help_is_fast_to_reach_and_needs_no_torch() -> None:
