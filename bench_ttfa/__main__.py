@@ -1,17 +1,20 @@
 """`python -m bench_ttfa`: options in, sweep, table and JSON out."""
 
 import argparse
+import math
 import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from bench_ttfa import report
+from bench_ttfa.progress import Display
 from bench_ttfa.run import Config, Level, sweep, utc_stamp
 from bench_ttfa.worker import Connection
 from bench_ttfa.workload import KINDS
 from clients import AudioFormat, PlosiveError
-from clients.local_server import LocalServer
+from clients.explain import sentence
+from clients.local_server import LocalServer, stopped_like_interrupted
 
 _DESCRIPTION = """\
 Latency of a Plosive server, measured from outside through the Python client.
@@ -48,10 +51,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.url and args.serve:
         parser.error("--serve is for a local server; --url names another")
     try:
-        return _run(args)
+        with stopped_like_interrupted():
+            return _run(args)
     except (PlosiveError, OSError) as error:
-        message = error.message if isinstance(error, PlosiveError) else str(error)
-        print(f"bench_ttfa: {message}", file=sys.stderr)
+        print(f"bench_ttfa: {sentence(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -68,7 +71,7 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--turns", type=_positive_int, default=30, help="per level (default: 30)")
     load.add_argument(
         "--warmup",
-        type=int,
+        type=_count,
         default=2,
         help="turns of each session that are not measured (default: 2)",
     )
@@ -79,13 +82,15 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--voice", help="default: the server's")
     load.add_argument("--codec", choices=("opus", "pcm_s16le"), default="opus")
     load.add_argument("--max-lead-ms", type=_positive_int, help="overrides what the loops ask for")
-    load.add_argument("--seed", type=int, default=1, help="of texts, arrivals and sampling")
+    load.add_argument("--seed", type=_count, default=1, help="of texts, arrivals and sampling")
 
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--url", help="a running one (default: start a local one)")
-    server.add_argument("--server-pid", type=int, help="whose memory to watch, with --url")
+    server.add_argument(
+        "--server-pid", type=_positive_int, help="whose memory to watch, with --url"
+    )
     server.add_argument(
         "--serve",
         nargs=argparse.REMAINDER,
@@ -100,14 +105,18 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     load_before = os.getloadavg()[0]
+    display = Display()
     with ExitStack() as stack:
         server: LocalServer | None = None
         if args.url is None:
-            _step("starting a local server")
+            display.step("starting a local server")
             server = stack.enter_context(LocalServer(_serve_options(args)))
         url = args.url or (server.url if server else "")
         pid = server.pid if server else args.server_pid
-        result = sweep(_config(args, url), pid, _step)
+        try:
+            result = sweep(_config(args, url), pid, display.step, display.show)
+        finally:
+            display.clear()
         result.server_start_s = server.ready_s if server else None
     result.load_before = load_before
     summary = report.summarize(result, utc_stamp())
@@ -149,19 +158,25 @@ def _config(args: argparse.Namespace, url: str) -> Config:
     )
 
 
-def _step(text: str) -> None:
-    print(f"- {text}", file=sys.stderr, flush=True)
-
-
 def _positive_int(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 0")
+    return int(text)
 
 
 def _positive_float(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"got {text}, expected more than 0")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of more than 0")
     return value
 
 

@@ -5,11 +5,12 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bench_ttfa import worker
+from bench_ttfa.progress import Progress
 from bench_ttfa.system import peak_resident_mib, resident_mib
 from bench_ttfa.worker import Arrival, Connection, Plan, WorkerResult
 from bench_ttfa.workload import Kind, TextSource, poisson_arrivals_s
@@ -19,7 +20,7 @@ from clients.voices import list_voices
 OPEN_LOOP_CONCURRENCY = 32  # arrivals that share one client process
 UNPACED_MS = 600_000
 NUM_READY_PROBES = 20
-_RSS_INTERVAL_S = 0.25
+_POLL_S = 0.25
 _MAX_RETRIES = 100
 _RETRY_S = 0.05
 
@@ -67,16 +68,20 @@ class SweepResult:
 
 
 def sweep(
-    config: Config, server_pid: int | None = None, on_step: Callable[[str], None] = lambda _: None
+    config: Config,
+    server_pid: int | None = None,
+    on_step: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[Progress], None] = lambda _: None,
 ) -> SweepResult:
-    """Everything that `config` asks for, one after another."""
+    """Everything that `config` asks for, one after another; `on_progress` hears several times a
+    second how far a level is."""
     result = SweepResult(config)
     texts = TextSource(config.connection.seed, config.kind)
     on_step("session starts")
     asyncio.run(_probe_ready(config.connection, result))
     for level in config.levels:
         on_step(f"{level.name}: {level.num_turns} turns")
-        result.levels.append(_run_level(level, config, texts, server_pid))
+        result.levels.append(_run_level(level, config, texts, server_pid, on_progress))
     if server_pid is not None:
         result.server_peak_mib = peak_resident_mib(server_pid)
     return result
@@ -105,28 +110,39 @@ async def _time_ready(url: str, voice: str | None) -> tuple[float, bool]:
 
 
 def _run_level(
-    level: Level, config: Config, texts: TextSource, server_pid: int | None
+    level: Level,
+    config: Config,
+    texts: TextSource,
+    server_pid: int | None,
+    on_progress: Callable[[Progress], None],
 ) -> LevelResult:
     plans = make_plans(level, config, texts)
     spawn = multiprocessing.get_context("spawn")
-    barrier = spawn.Barrier(len(plans))
+    num_done = spawn.Value("i", 0)
+    shared = (spawn.Barrier(len(plans)), num_done)
     result = LevelResult(level, [])
+    started_s = time.monotonic()
     with ProcessPoolExecutor(
-        len(plans), mp_context=spawn, initializer=worker.use_barrier, initargs=(barrier,)
+        len(plans), mp_context=spawn, initializer=worker.prepare, initargs=shared
     ) as pool:
-        futures = [pool.submit(worker.run, plan) for plan in plans]
-        _watch_memory(futures, server_pid, result.resident_mib)
-        result.workers = [future.result() for future in futures]
+        try:
+            futures = [pool.submit(worker.run, plan) for plan in plans]
+            while wait(futures, timeout=_POLL_S).not_done:
+                _note_memory(server_pid, result.resident_mib)
+                elapsed_s = time.monotonic() - started_s
+                on_progress(Progress(num_done.value, level.num_turns, elapsed_s))
+            result.workers = [future.result() for future in futures]
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()  # or the pool would wait until all is said
+            raise
     return result
 
 
-def _watch_memory(
-    futures: list[Future[WorkerResult]], pid: int | None, resident: list[float]
-) -> None:
-    while wait(futures, timeout=_RSS_INTERVAL_S).not_done:
-        now_mib = resident_mib(pid) if pid is not None else None
-        if now_mib is not None:
-            resident.append(now_mib)
+def _note_memory(pid: int | None, resident: list[float]) -> None:
+    now_mib = resident_mib(pid) if pid is not None else None
+    if now_mib is not None:
+        resident.append(now_mib)
 
 
 def make_plans(level: Level, config: Config, texts: TextSource) -> list[Plan]:

@@ -5,10 +5,15 @@ audio is decoded when the load is over.
 """
 
 import asyncio
+import multiprocessing
+import os
+import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
+from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
 
 from bench_ttfa.measure import worst_gap_ms
@@ -100,12 +105,22 @@ class _Said:
 
 
 _barrier: Barrier | None = None
+_num_done: "Synchronized[int] | None" = None
 
 
-def use_barrier(barrier: Barrier) -> None:
-    """Called once in each process, before `run`."""
-    global _barrier
-    _barrier = barrier
+def prepare(barrier: Barrier, num_done: "Synchronized[int]") -> None:
+    """Called once in each process, before `run`. The parent ends it, and it outlives no parent."""
+    global _barrier, _num_done
+    _barrier, _num_done = barrier, num_done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def run(plan: Plan) -> WorkerResult:
@@ -160,8 +175,8 @@ class _Worker:
                     num_said += 1
                     await self._say(session, TurnRecord(len(text)), text)
         except PlosiveError as error:
-            failed = [TurnRecord(len(text), error=_name(error)) for text in texts[num_said:]]
-            self._turns += failed
+            for text in texts[num_said:]:
+                self._add(TurnRecord(len(text), error=_name(error)))
         finally:
             ready.set()
 
@@ -183,7 +198,7 @@ class _Worker:
                 await self._say(session, record, arrival.text)
         except PlosiveError as error:
             record.error = _name(error)
-            self._turns.append(record)
+            self._add(record)
 
     def _connect(self, idx: int) -> AbstractAsyncContextManager[Session]:
         how = self._plan.connection
@@ -211,10 +226,16 @@ class _Worker:
             error = _name(raised)
         if record is None:
             return
-        self._turns.append(record)
+        self._add(record)
         record.error = error
         if error is None:
             self._keep(record, speech, packets, session.format)
+
+    def _add(self, record: TurnRecord) -> None:
+        self._turns.append(record)
+        if _num_done is not None:
+            with _num_done.get_lock():
+                _num_done.value += 1
 
     def _keep(
         self,

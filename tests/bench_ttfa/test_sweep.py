@@ -122,6 +122,9 @@ def test_a_level_with_lagging_clients_is_not_valid() -> None:
     [
         (["-c"], "nothing to run"),
         (["-c", "0"], "at least 1"),
+        (["-c", "x"], "got 'x', expected a whole number of at least 1"),
+        (["--warmup", "-1"], "expected a whole number of at least 0"),
+        (["--rate", "fast"], "got 'fast', expected a number of more than 0"),
         (["--rate", "-1"], "more than 0"),
         (["--url", "ws://x", "--serve", "--device", "cpu"], "for a local server"),
     ],
