@@ -31,6 +31,7 @@ from pipecat.pipeline.pipeline import Pipeline
 from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.services.settings import TTSSettings
+from pipecat.services.tts_service import TextAggregationMode
 from pipecat.workers.runner import WorkerRunner
 
 from clients import Reconnect
@@ -169,6 +170,18 @@ async def test_a_turn_and_a_second_turn() -> None:
     assert len(texts) > 2  # token by token
 
 
+async def test_sentences_do_not_run_into_each_other() -> None:
+    mode = {"text_aggregation_mode": TextAggregationMode.SENTENCE}
+    async with scripted_server(speaker) as server, talking(server.url, **mode) as talk:
+        await talk.reply("Hello", " there.", " How", " are", " you?")
+        await talk.until_stopped(1)
+        assert len(talk.downstream.audio) == 2 * 5 * PACKET_BYTES
+        words = [frame.text for frame in talk.downstream.of(TTSTextFrame)]
+        assert words == ["Hello", "there.", "How", "are", "you?"]
+    texts = [message.text for message in server.received if isinstance(message, TextAppend)]
+    assert texts == ["Hello there. ", "How are you? "]
+
+
 async def test_the_pipelines_own_metrics() -> None:
     async with scripted_server(speaker) as server, talking(server.url) as talk:
         await talk.reply("Hello there.")
@@ -238,6 +251,17 @@ async def test_what_the_application_says_itself() -> None:
         await talk.send(TTSSpeakFrame("One two."), TTSSpeakFrame("Three."))
         await talk.until_stopped(2)
         assert len(talk.downstream.audio) == 2 * 3 * PACKET_BYTES
+
+
+async def test_what_must_not_be_interrupted_is_not_cancelled() -> None:
+    async with scripted_server(speaker) as server, talking(server.url) as talk:
+        await talk.send(TTSSpeakFrame("One two.", interruptible=False))
+        await talk.until_stopped(1)
+        await talk.send(InterruptionFrame())
+        await talk.reply("Three.")
+        await talk.until_stopped(2)
+        assert len(talk.downstream.audio) == 2 * 3 * PACKET_BYTES
+    assert not any(isinstance(message, TurnCancel) for message in server.received)
 
 
 async def test_another_voice_from_the_next_turn_on() -> None:

@@ -89,6 +89,7 @@ class PlosiveTTSService(TTSService):
             text_aggregation_mode=text_aggregation_mode,
             push_text_frames=False,  # they come with the words' times
             push_start_frame=True,
+            append_trailing_space=True,  # between sentences, where Pipecat makes them
             stop_frame_timeout_s=_SILENCE_TIMEOUT_S,
             sample_rate=sample_rate,
             settings=TTSSettings(model=None, voice=voice, language=None),
@@ -220,7 +221,9 @@ class PlosiveTTSService(TTSService):
                         times = [(word.text.strip(), word.start_s) for word in words.words(event)]
                         await self.add_word_timestamps(times, context_id)
                     case TurnDone():
-                        self._played.append((context_id, turn))
+                        tts_context = self._tts_contexts.get(context_id)
+                        if tts_context is None or tts_context.interruptible:
+                            self._played.append((context_id, turn))
                         await self._end(context_id)
         except PlosiveError as error:
             await self._fail(context_id, error)
