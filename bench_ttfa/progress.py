@@ -13,7 +13,7 @@ _INTERVAL_S = 10.0
 class Progress:
     """Of one level."""
 
-    num_done: int  # turns, warm-up not counted
+    num_done: int  # turns, those of the warm-up included
     num_turns: int
     elapsed_s: float
 

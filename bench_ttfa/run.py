@@ -118,7 +118,7 @@ def _run_level(
 ) -> LevelResult:
     plans = make_plans(level, config, texts)
     spawn = multiprocessing.get_context("spawn")
-    num_done = spawn.Value("i", 0)
+    num_done, num_turns = spawn.Value("i", 0), sum(plan.num_turns for plan in plans)
     shared = (spawn.Barrier(len(plans)), num_done)
     result = LevelResult(level, [])
     started_s = time.monotonic()
@@ -130,7 +130,7 @@ def _run_level(
             while wait(futures, timeout=_POLL_S).not_done:
                 _note_memory(server_pid, result.resident_mib)
                 elapsed_s = time.monotonic() - started_s
-                on_progress(Progress(num_done.value, level.num_turns, elapsed_s))
+                on_progress(Progress(num_done.value, num_turns, elapsed_s))
             result.workers = [future.result() for future in futures]
         except BaseException:
             for process in multiprocessing.active_children():

@@ -66,6 +66,10 @@ class Plan:
     arrivals: list[Arrival]
     warmups: list[list[str]] = field(default_factory=list)  # each a session's, before the barrier
 
+    @property
+    def num_turns(self) -> int:
+        return len(self.arrivals) + sum(map(len, (*self.loops, *self.warmups)))
+
 
 @dataclass
 class TurnRecord:
@@ -125,6 +129,12 @@ def _end_with_parent() -> None:
 
 def run(plan: Plan) -> WorkerResult:
     return asyncio.run(_Worker(plan).run())
+
+
+def _count_turn() -> None:
+    if _num_done is not None:
+        with _num_done.get_lock():
+            _num_done.value += 1
 
 
 class _Worker:
@@ -225,17 +235,16 @@ class _Worker:
         except PlosiveError as raised:
             error = _name(raised)
         if record is None:
-            return
+            return _count_turn()
         self._add(record)
         record.error = error
         if error is None:
             self._keep(record, speech, packets, session.format)
+        return None
 
     def _add(self, record: TurnRecord) -> None:
         self._turns.append(record)
-        if _num_done is not None:
-            with _num_done.get_lock():
-                _num_done.value += 1
+        _count_turn()
 
     def _keep(
         self,

@@ -54,7 +54,7 @@ def test_a_sweep_shows_it(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setattr("clients.local_server.SERVE", SCRIPTED)
     monkeypatch.setattr(progress, "_INTERVAL_S", 0.0)
     assert main(["-c", "1", "--turns", "2", "--out", str(tmp_path)]) == 0
-    assert "/2 turns, " in capsys.readouterr().err
+    assert "/4 turns, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
