@@ -255,7 +255,9 @@ async def test_what_the_application_says_itself() -> None:
 
 async def test_what_must_not_be_interrupted_is_not_cancelled() -> None:
     async with scripted_server(speaker) as server, talking(server.url) as talk:
-        await talk.send(TTSSpeakFrame("One two.", interruptible=False))
+        announcement = TTSSpeakFrame("One two.")
+        announcement.interruptible = False
+        await talk.send(announcement)
         await talk.until_stopped(1)
         await talk.send(InterruptionFrame())
         await talk.reply("Three.")
