@@ -19,7 +19,7 @@ from realtime.voice_routes import VoiceRoutes
 from realtime.voices import VoiceStore
 from realtime.wire import PATH, SUBPROTOCOL
 
-SESSION_PATHS = (openai.SPEECH_PATH, fish.TTS_PATH)  # whose answers hold a slot
+SESSION_PATHS = (openai.SPEECH_PATH, fish.TTS_PATH, fish.STREAM_PATH)  # whose answers hold a slot
 
 
 def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore, keys: ApiKeys) -> FastAPI:

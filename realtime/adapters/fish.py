@@ -4,16 +4,25 @@ Every error body is exactly `{"status", "message"}`: a client of theirs refuses 
 """
 
 import asyncio
+from collections.abc import AsyncGenerator
 from functools import partial
 
 from fastapi import APIRouter, Request, Response, WebSocket
 
+from realtime.adapters.fish_alignment import with_alignment
 from realtime.adapters.fish_live import LiveSocket
 from realtime.adapters.fish_models import Models
-from realtime.adapters.fish_request import parse_body
+from realtime.adapters.fish_request import TtsRequest, parse_body
 from realtime.adapters.fish_voices import Voices
 from realtime.adapters.local import open_session
-from realtime.adapters.speech import MAX_LEAD_MS, BodyReader, SpeechResponse, session_pcm, speak
+from realtime.adapters.speech import (
+    MAX_LEAD_MS,
+    BodyReader,
+    SpeechResponse,
+    session_pcm,
+    speak,
+    speak_and_tell,
+)
 from realtime.config import ServerConfig
 from realtime.connection import MAX_SIZE_EXTENSION
 from realtime.errors import CapacityError, PlosiveError
@@ -25,6 +34,7 @@ from realtime.voices import VoiceStore
 from realtime.wire import SessionStart
 
 TTS_PATH = "/v1/tts"
+STREAM_PATH = "/v1/tts/stream/with-timestamp"
 LIVE_PATH = "/v1/tts/live"
 TIMESTAMPS_PATH = "/v1/tts/live/with-timestamp"
 MODEL_PATH = "/model"
@@ -57,6 +67,7 @@ class Fish:
         self.router = APIRouter()
         for path, endpoint, methods, status in (
             (TTS_PATH, self._speak, ["POST"], 200),
+            (STREAM_PATH, self._speak_with_timestamps, ["POST"], 200),
             (MODEL_PATH, models.search, ["GET"], 200),
             (MODEL_PATH, models.create, ["POST"], 201),
             (MODEL_PATH + "/{model_id:path}", models.get, ["GET"], 200),
@@ -72,9 +83,22 @@ class Fish:
     def close(self) -> None:
         self._voices.close()
 
-    # ------------------------------------------------------------------ POST /v1/tts
+    # ------------------------------------------------------------------ POST
 
     async def _speak(self, request: Request) -> Response:
+        tts, start = await self._read(request)
+        encoder = tts.make_encoder(self._pcm.sample_rate)
+        chunks = speak(self._hub, start, tts.text, encoder, self._voices.find)
+        return self._response(chunks, encoder.content_type)
+
+    async def _speak_with_timestamps(self, request: Request) -> Response:
+        tts, start = await self._read(request)
+        encoder = tts.make_encoder(self._pcm.sample_rate)
+        pieces = speak_and_tell(self._hub, start, tts.text, encoder, self._voices.find)
+        events = with_alignment(pieces, tts.prosody.speed)
+        return self._response(events, "text/event-stream")
+
+    async def _read(self, request: Request) -> tuple[TtsRequest, SessionStart]:
         content_type = request.headers.get("content-type", "")
         body = await self._body.read(request)
         tts = await asyncio.to_thread(parse_body, content_type, body)  # clips make it long
@@ -86,11 +110,12 @@ class Fish:
             sampling=tts.sampling,
             max_lead_ms=MAX_LEAD_MS,
         )
-        encoder = tts.make_encoder(self._pcm.sample_rate)
-        chunks = speak(self._hub, start, tts.text, encoder, self._voices.find)
-        stall_s = self._config.write_stall_s
+        return tts, start
+
+    def _response(self, chunks: AsyncGenerator[bytes, None], content_type: str) -> SpeechResponse:
         explain = partial(self._errors.respond, TTS_PATH)
-        return SpeechResponse(chunks, encoder.content_type, explain, stall_s=stall_s)
+        stall_s = self._config.write_stall_s
+        return SpeechResponse(chunks, content_type, explain, stall_s=stall_s)
 
     # ------------------------------------------------------------------ /v1/tts/live
 

@@ -1,6 +1,12 @@
 """Where in the audio each word is: Fish's `alignment` from the session's `turn.text` messages."""
 
+import base64
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
+
+from realtime.wire import TurnText
 
 
 class Alignment:
@@ -9,8 +15,9 @@ class Alignment:
     Within the text that a message adds, time is shared out by the length of the words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speed: float) -> None:
         self.is_news = False
+        self._speed = speed
         self._seq = 0
         self._offset_s = 0.0
         self._text = ""
@@ -18,9 +25,10 @@ class Alignment:
         self._segments: list[dict[str, Any]] = []
 
     def add(self, text: str, audio_ms: float) -> None:
-        """By `audio_ms` of the turn, `text` has been spoken; it begins with what was told before."""
+        """By `audio_ms` of the turn, before `speed` was applied, `text` has been spoken; it begins
+        with what was told before."""
         words, start_s = text[len(self._text) :].split(), self._audio_s
-        self._text, self._audio_s = text, audio_ms / 1000.0
+        self._text, self._audio_s = text, audio_ms / 1000.0 / self._speed
         if self._audio_s <= start_s and self._segments:  # the last words share the time of one
             last = self._segments.pop()
             words, start_s = [last["text"], *words], last["start"]
@@ -49,3 +57,23 @@ class Alignment:
         }
         self.is_news = False
         return fields
+
+
+async def with_alignment(
+    pieces: AsyncGenerator[bytes | TurnText, None], speed: float
+) -> AsyncGenerator[bytes, None]:
+    """Server-sent events of one text: audio, and where its words are."""
+    alignment = Alignment(speed)
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if isinstance(piece, bytes):
+                yield _event(piece, alignment)
+            else:
+                alignment.add(piece.text, piece.audio_ms)
+    if alignment.is_news:
+        yield _event(b"", alignment)
+
+
+def _event(audio: bytes, alignment: Alignment) -> bytes:
+    content = {"audio_base64": base64.b64encode(audio).decode(), **alignment.take()}
+    return b"event: message\ndata: " + json.dumps(content).encode() + b"\n\n"

@@ -46,16 +46,16 @@ _MAX_BATCH = 8  # packets in one event, when they come faster than they are take
 class Speech:
     """What one `start` began: its encoder, and the session's turns that speak it."""
 
-    def __init__(self, make_encoder: Callable[[], Encoder], is_raw: bool) -> None:
-        self.encoder = make_encoder()
+    def __init__(self, request: TtsRequest, input_rate: int) -> None:
+        self._make_encoder = partial(request.make_encoder, input_rate)
+        self._is_raw = request.format == "pcm"
+        self.encoder: Encoder = self._make_encoder()
         self.turns: deque[int] = deque()  # not over yet; text goes to the last one
         self.num_chars = 0  # in the last one
         self.has_unflushed = False
         self.is_stopped = False
-        self.alignment = Alignment()
+        self.alignment = Alignment(request.prosody.speed)
         self.started_s = time.monotonic()
-        self._make_encoder = make_encoder
-        self._is_raw = is_raw
 
     @property
     def turn_id(self) -> int:
@@ -168,8 +168,7 @@ class LiveSocket:
             start = SessionStart.model_validate(settings | {"format": self._pcm})
             await self._session.send(start)
             self._is_session_started = True
-        make_encoder = partial(request.make_encoder, self._pcm.sample_rate)
-        self._speech = Speech(make_encoder, is_raw=request.format == "pcm")
+        self._speech = Speech(request, self._pcm.sample_rate)
         self._speech.open_turn(self._take_turn_id())
         self._speeches.append(self._speech)
         await self._append(self._speech, request.text)

@@ -24,6 +24,7 @@ from realtime.wire import (
     AudioPacket,
     SessionStart,
     TurnDone,
+    TurnText,
 )
 
 MAX_LEAD_MS = 600_000  # as far ahead of a listener as the server allows: a file is wanted soon
@@ -77,6 +78,20 @@ async def speak(
     Raises:
         PlosiveError: before the first piece, for everything that can be known by then.
     """
+    async with aclosing(speak_and_tell(hub, start, text, encoder, find_voice)) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, bytes):
+                yield piece
+
+
+async def speak_and_tell(
+    hub: Hub,
+    start: SessionStart,
+    text: str,
+    encoder: Encoder,
+    find_voice: Callable[[str], VoicePrompt] | None = None,
+) -> AsyncGenerator[bytes | TurnText, None]:
+    """The same, and which text has been spoken by the end of the pieces so far."""
     if len(text) > MAX_TURN_CHARS:
         message = f"got {len(text):,} characters, the limit is {MAX_TURN_CHARS:,}"
         raise SessionError("turn_too_long", message, param="text")
@@ -85,15 +100,17 @@ async def speak(
         await session.commit(_TURN_ID)
         payloads: list[bytes] = []
         async for item in session:
+            is_due = not session.num_waiting or not isinstance(item, AudioPacket)
             if isinstance(item, AudioPacket):
                 payloads.append(item.payload)
-            is_done = isinstance(item, TurnDone)
-            if payloads and (is_done or not session.num_waiting or len(payloads) == _MAX_BATCH):
+            if payloads and (is_due or len(payloads) == _MAX_BATCH):
                 pcm = decode_pcm(payloads)
                 payloads = []
                 if data := await asyncio.to_thread(encoder.push, pcm):
                     yield data
-            if is_done:
+            if isinstance(item, TurnText):
+                yield item
+            if isinstance(item, TurnDone):
                 break
     if data := await asyncio.to_thread(encoder.finish):
         yield data

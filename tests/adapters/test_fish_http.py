@@ -16,7 +16,7 @@ from tests.adapters.fish_support import TEXT, assert_same, decode, pcm_of
 from tests.realtime.support import make_engine, serving
 from tests.realtime.test_voices import clip
 
-TTS = "/v1/tts"
+TTS, STREAM = "/v1/tts", "/v1/tts/stream/with-timestamp"
 
 
 async def tts(http: httpx.AsyncClient, **body: Any) -> httpx.Response:
@@ -85,6 +85,26 @@ async def test_speed_and_volume(tmp_path: Path) -> None:
         assert abs(len(fast) - len(same) / 2) <= 2
         assert len(soft) == len(same)
         assert np.abs(soft - same / 10).max() < 2 / 32767
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0])
+async def test_events_with_timestamps(tmp_path: Path, speed: float) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, served.http() as http:
+        body = {"text": TEXT, "format": "pcm", "sample_rate": 24_000, "prosody": {"speed": speed}}
+        response = await http.post(STREAM, json=body)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        blocks = response.text.strip().split("\n\n")
+        events = [json.loads(block.removeprefix("event: message\ndata: ")) for block in blocks]
+        audio = b"".join(base64.b64decode(event["audio_base64"]) for event in events)
+        duration_s = len(engine.pcm(0, 1)) / 24_000 / speed
+        assert len(audio) / 48_000 == pytest.approx(duration_s, abs=1e-3)
+        *_, last = [event for event in events if event["alignment"]]
+        assert last["content"] == TEXT and last["chunk_seq"] == 0
+        segments = last["alignment"]["segments"]
+        assert [segment["text"] for segment in segments] == TEXT.split()
+        assert segments[-1]["end"] == pytest.approx(duration_s, abs=1e-3)
+        refusal(await http.post(STREAM, json={"text": TEXT, "format": "x"}), 400, "format")
 
 
 async def test_msgpack_with_nulls_and_what_has_no_meaning_here(tmp_path: Path) -> None:
