@@ -28,6 +28,7 @@ class Reconnect:
     max_attempts: int = 5
     initial_delay_s: float = 0.5
     max_delay_s: float = 8.0
+    also_first: bool = False  # the first opening too, where the server answers that it is busy
 
 
 @dataclass

@@ -151,7 +151,16 @@ class Session:
 
     async def open(self, started_s: float) -> None:
         """Called once by `connect`."""
-        await self._open()
+        while True:
+            try:
+                await self._open()
+                break
+            except ConnectionFailed as error:
+                is_busy = error.status is not None and self._attempts.policy.also_first
+                delay_s = self._attempts.next_delay_s(error) if is_busy else None
+                if delay_s is None:
+                    raise
+            await asyncio.sleep(delay_s)
         self.ready_ms = 1000.0 * (time.perf_counter() - started_s)
 
     async def drop(self) -> None:
@@ -265,7 +274,8 @@ async def connect(  # noqa: PLR0913 - what a session can be told
     With `reconnect`, a connection that is lost is opened again in the background, with the voice
     and the prompt in force; the turns that were under way fail with ConnectionLost, which says how
     far they had come, and later ones wait until it is open. What the model remembers of the
-    dialogue goes with the connection. The first opening is not tried again.
+    dialogue goes with the connection. The first opening is tried again with `also_first` only, and
+    where the server answers that it is busy, as one does that is still loading its model.
 
     Example:
         async with connect("http://localhost:8765", voice="af_heart") as session:

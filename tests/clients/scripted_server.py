@@ -122,6 +122,7 @@ class ScriptedServer:
     peers: list[Peer] = field(default_factory=list)
     failures: list[BaseException] = field(default_factory=list)
     refusal: Response | None = None  # given instead of the upgrade
+    refusals: list[Response] = field(default_factory=list)  # given once each, before that
 
     @property
     def received(self) -> list[ClientMessage]:
@@ -151,7 +152,7 @@ async def scripted_server(
             return respond(200, json.dumps({"voices": voices, "default": "ann"}))
         if request.path == "/ready":
             return respond(200, json.dumps({"ready": True}))
-        return scripted.refusal
+        return scripted.refusals.pop(0) if scripted.refusals else scripted.refusal
 
     server: Server = await serve(
         handle,

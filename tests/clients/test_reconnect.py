@@ -245,3 +245,30 @@ async def test_ending_a_session_ends_its_attempts(ending) -> None:
         with pytest.raises(ConnectionLost):
             await waiting
     assert len(server.peers) == 1
+
+
+BUSY = respond(503, "", {"Retry-After": "0"})
+FIRST_TOO = Reconnect(initial_delay_s=0.0, also_first=True)
+
+
+async def test_a_server_that_is_still_loading_is_asked_again() -> None:
+    async with scripted_server(talker) as server:
+        server.refusals += [BUSY, respond(429)]
+        async with connect(server.url, format=PCM_FORMAT, reconnect=FIRST_TOO) as session:
+            assert [packet async for packet in session.say("one")]
+            assert session.num_reconnects == 0
+        server.refusals += [BUSY, BUSY]
+        with pytest.raises(ConnectionFailed, match="503"):
+            async with connect(server.url, reconnect=AT_ONCE):
+                pass
+        assert server.refusals == [BUSY]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_first_opening_that_is_refused_for_good_is_not_tried_again(status) -> None:
+    async with scripted_server(talker) as server:
+        server.refusals += [respond(status)] * 2
+        with pytest.raises(ConnectionFailed, match=str(status)):
+            async with connect(server.url, reconnect=FIRST_TOO):
+                pass
+        assert len(server.refusals) == 1
