@@ -339,6 +339,7 @@ def build(wordnet: Path, fortunes: Path, seed: int) -> tuple[list[str], list[tup
     joined += [
         " ".join(rng.sample([*pool[:5000], *templates[:5000]], 3)) for _ in range(NUM_TRIPLES)
     ]
+    joined = [text for text in joined if key(text) not in reserved]
     # A clause may reach the model before the sentence is complete.
     for index in range(0, len(prose), 16):
         if prose[index].endswith("."):

@@ -138,7 +138,7 @@ def _readings(token: str) -> list[Words]:
         return [*_readings(f"{match[1]}:{match[2]}"), _decimal(match[1], match[2])]
     if match := re.fullmatch(r"(\d+)(st|nd|rd|th)", token):
         return [_ordinal(int(match[1]))]
-    if match := re.fullmatch(r"([\d,]+)%", token):
+    if match := re.fullmatch(r"(\d[\d,.]*)%", token):
         return [[*words, "percent"] for words in _readings(match[1])]
     if match := re.fullmatch(r"(\d+)\.(\d+)", token):
         return [_decimal(match[1], match[2])]

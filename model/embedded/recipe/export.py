@@ -3,8 +3,9 @@
     python -m model.embedded.recipe.export --codec codec.safetensors --dual-ar dual_ar.safetensors \
         --phonemes vocab.json --references refs --out DIR
 
-`refs/texts.tsv` has lines of text<TAB>phonemes; `refs/VOICE/0000.wav` is line 0 spoken by VOICE. DIR gets config.json,
-dual_ar.safetensors, codec.safetensors, tokenizer.json and voices/VOICE.{safetensors,json}.
+`refs` is what `teacher say` writes: `texts.tsv` has a text in the first column of each line, `VOICE/0000.wav` is line 0
+spoken by VOICE. DIR gets config.json, dual_ar.safetensors, codec.safetensors, tokenizer.json, the licence and notice, and
+voices/VOICE.{safetensors,json}: all that `model.speech_model.load_speech_model` and a server's voice list read.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from model.codec.spectral import SpectralCodec
+from model.embedded import embedded_path
 from model.embedded.recipe.encode import load_codec
 from model.embedded.recipe.stepping import save_atomically
 from model.embedded.recipe.tokens import (
@@ -37,7 +39,9 @@ LEAD_MS, TAIL_MS = 40, 120
 SILENCE = 0.012  # of the loudest 10 ms
 SERVING = {
     "front_end": "english_phonemes",
+    "context": "prefix",
     "has_prompt": False,
+    "default_voice": "af_heart",
     "max_segment_chars": 190,
     "max_frames": 400,
     "temperature": 0.7,
@@ -46,6 +50,7 @@ SERVING = {
 }
 LANGUAGES = {"a": "en-US", "b": "en-GB"}  # by the first letter of the teacher's voice names
 GENDERS = {"f": "female", "m": "male"}  # by the second
+NOTICES = ("LICENSE.txt", "NOTICE.txt")  # of the teacher: they go where its voices go
 MAX_PARAMETERS, MAX_BYTES = 20_000_000, 40_000_000
 
 
@@ -124,7 +129,7 @@ def trim(wav: Tensor, sample_rate: int) -> Tensor:
 def write_voices(codec: SpectralCodec, references: Path, line: int, out: Path) -> list[str]:
     out.mkdir(parents=True, exist_ok=True)
     texts = (references / "texts.tsv").read_text(encoding="utf-8").splitlines()
-    text, phonemes = texts[line].split("\t")[:2]
+    text = texts[line].split("\t")[0]
     names = []
     for path in sorted(references.glob(f"*/{line:04d}.wav")):
         name = path.parent.name
@@ -134,13 +139,19 @@ def write_voices(codec: SpectralCodec, references: Path, line: int, out: Path) -
             lambda path, codes=codes: save_file({"codes": codes.contiguous()}, path),
             out / f"{name}.safetensors",
         )
-        info = {"name": name, "text": text, "phonemes": phonemes, "frames": codes.shape[1]}
+        info = {"name": name, "text": text, "frames": codes.shape[1]}
         if name[:1] in LANGUAGES and name[1:2] in GENDERS:
             info |= {"language": LANGUAGES[name[0]], "gender": GENDERS[name[1]]}
         text_file = out / f"{name}.json"
         text_file.write_text(json.dumps(info, ensure_ascii=False, indent=2) + "\n", "utf-8")
         names.append(name)
     return names
+
+
+def copy(source: Path, target: Path) -> None:
+    """A folder may be written again from its own weights."""
+    if not (target.exists() and target.samefile(source)):
+        shutil.copyfile(source, target)
 
 
 def check_size(paths: list[Path]) -> tuple[int, int]:
@@ -159,10 +170,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--phonemes", type=Path, required=True, help="the teacher's vocab.json")
     parser.add_argument("--references", type=Path, required=True)
     parser.add_argument("--line", type=int, default=0, help="of texts.tsv, for every voice")
-    parser.add_argument("--default-voice", default="af_heart")
-    parser.add_argument("--context", choices=("prefix", "dialogue"), default="dialogue")
+    parser.add_argument("--default-voice", default=SERVING["default_voice"])
+    parser.add_argument(
+        "--context",
+        choices=("prefix", "dialogue"),
+        default=SERVING["context"],
+        help="what the server keeps before a segment: the reference, or the dialogue so far",
+    )
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
+    if not (args.references / f"{args.default_voice}/{args.line:04d}.wav").is_file():
+        raise SystemExit(f"{args.references}: no clip of the default voice {args.default_voice}")
     args.out.mkdir(parents=True, exist_ok=True)
     codec = load_codec(args.codec, torch.device("cpu"))
     with safe_open(args.codec, framework="pt") as file:
@@ -172,11 +190,13 @@ def main(argv: list[str] | None = None) -> None:
     size = TOY if dim == TOY.dim else DualARConfig()
     config = model_config(size, codec_config, vocab, args.context, args.default_voice)
     for name, value in (("config.json", config), ("tokenizer.json", tokenizer_json(vocab))):
-        text = json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+        text = json.dumps(value, ensure_ascii=False, indent=2) + "\n"
         (args.out / name).write_text(text, encoding="utf-8")
     weights = [args.out / "codec.safetensors", args.out / "dual_ar.safetensors"]
     for source, target in zip((args.codec, args.dual_ar), weights, strict=True):
-        shutil.copyfile(source, target)
+        copy(source, target)
+    for name in NOTICES:
+        copy(embedded_path() / name, args.out / name)
     names = write_voices(codec, args.references, args.line, args.out / "voices")
     num_parameters, num_bytes = check_size(weights)
     print(f"{num_parameters / 1e6:.2f} M parameters, {num_bytes / 1e6:.1f} MB, voices {names}")

@@ -24,6 +24,7 @@ from model.codec.spectral import SpectralCodec
 from model.embedded.recipe.encode import load_codec
 from model.embedded.recipe.tokens import SEMANTIC_START, PromptTokens
 from model.embedded.recipe.trainable import TOY, DualARConfig, TrainableDualAR
+from model.text import EnglishFrontEnd
 
 Codes = npt.NDArray[np.int16]
 
@@ -158,11 +159,11 @@ def load_model(folder: Path, device: torch.device) -> tuple[Speaker, SpectralCod
 
 
 def read_references(folder: Path) -> dict[str, Reference]:
-    references = {}
+    references, front_end = {}, EnglishFrontEnd()
     for path in sorted((folder / "voices").glob("*.json")):
         info = json.loads(path.read_text(encoding="utf-8"))
         codes = load_file(path.with_suffix(".safetensors"))["codes"].numpy()
-        references[info["name"]] = Reference(info["phonemes"], codes)
+        references[info["name"]] = Reference(front_end(info["text"]).phonemes, codes)
     return references
 
 

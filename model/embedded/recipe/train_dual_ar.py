@@ -5,7 +5,8 @@
 
 Rows are dialogues of one voice: a reference, then turn after turn, cut at one of three lengths; so the model knows
 contexts up to `max_seq_len` as well as the first turn after a reference. The held-out loss is taken with the averaged
-weights; `OUT/dual_ar.safetensors` (bf16) is the best of them. Run the same command again to resume.
+weights; `OUT/dual_ar.safetensors` (bf16) is the best of them. Run the same command again to resume. `--start-from` begins a
+run with weights that are there already, under a fresh optimiser and schedule.
 
 `--wait` starts before the codes exist: kernels are compiled and steps captured on random rows, then the weights are
 set back and training begins when the file appears.
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.embedded.recipe.dialogues import Dialogues, Rows, rows_from
@@ -45,6 +46,9 @@ class Trainer:
         torch.manual_seed(args.seed)
         self.config = TOY if args.toy else DualARConfig()
         self.model = TrainableDualAR(self.config, args.dropout).to(device)
+        if args.start_from:
+            weights = {k: v.float() for k, v in load_file(args.start_from).items()}
+            self.model.load_state_dict(weights)
         self.average = copy.deepcopy(self.model).eval().requires_grad_(False)
         lengths = TOY_LENGTHS if args.toy else LENGTHS
         self.shapes = [(max(1, args.positions // n), n, share) for n, share in lengths]
@@ -216,6 +220,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--corpus", type=Path, required=True, help="lines of text<TAB>phonemes")
     p.add_argument("--phonemes", type=Path, required=True, help="the teacher's vocab.json")
     p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--start-from", type=Path, help="dual_ar.safetensors to go on from")
     p.add_argument("--minutes", type=float, default=5.0, help="earlier parts included")
     p.add_argument("--steps", type=int, default=10**9)
     p.add_argument("--until", type=float, help="end at this Unix time, whatever --minutes says")

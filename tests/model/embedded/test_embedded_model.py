@@ -7,6 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from model.embedded import embedded_path
+from model.embedded.recipe import export
+from model.embedded.recipe.tokens import SEMANTIC_START, SPECIAL, build_vocab, tokenizer_json
+from model.embedded.recipe.trainable import DualARConfig
 from model.prompt import load_tokenizer
 from model.speech_model import read_serving
 from model.text import EnglishFrontEnd
@@ -23,8 +26,19 @@ def test_how_it_is_served() -> None:
     assert serving.max_segment_chars == 190
 
 
-def test_there_are_three_voices() -> None:
-    assert len(VOICES) >= 3
+def test_there_are_six_voices() -> None:
+    assert len(VOICES) >= 6
+
+
+def test_the_recipe_writes_this_folder() -> None:
+    """Config and tokenizer are what `export` makes for this codec and this alphabet."""
+    tokenizer = json.loads((embedded_path() / "tokenizer.json").read_text("utf-8"))
+    ids = tokenizer["model"]["vocab"]
+    vocab = build_vocab([token for token, i in ids.items() if len(SPECIAL) < i < SEMANTIC_START])
+    assert tokenizer_json(vocab) == tokenizer
+    codec = CONFIG["codec_config"]
+    made = export.model_config(DualARConfig(), codec, vocab, "prefix", "af_heart")
+    assert made == CONFIG
 
 
 @pytest.mark.parametrize("name", VOICES)

@@ -3,18 +3,22 @@
 import json
 import math
 import wave
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from model.codec import load_codec
+from model.embedded import embedded_path
 from model.embedded.recipe import encode, export, sample, train_codec, train_dual_ar
 from model.embedded.recipe.tokens import PromptTokens, build_vocab
-from model.loader import load_dual_ar
+from model.embedded.recipe.trainable import TOY, TrainableDualAR
+from model.prompt import Voice
+from model.sampling import SamplingParams
+from model.speech_model import load_speech_model, read_serving
 
 PHONEMES = list("abdefhijklmnoprstuvwz ,.ˈː")
 NUM_TEXTS = 24
@@ -44,12 +48,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         np.save(root / f"shards/l{shard}_0.npy", labels.astype(np.uint8))
         np.save(root / f"shards/a{shard}_0.npy", np.concatenate(audio))
     texts = ["".join(rng.choice(PHONEMES, 20)) for _ in range(NUM_TEXTS)]
-    lines = "".join(f"text {i}\t{text}\n" for i, text in enumerate(texts))
+    lines = "".join(f"Text {i}.\t{text}\n" for i, text in enumerate(texts))
     (root / "corpus.tsv").write_text(lines, encoding="utf-8")
     (root / "vocab.json").write_text(json.dumps({p: i + 1 for i, p in enumerate(PHONEMES)}))
-    (root / "refs/ann").mkdir(parents=True)
+    (root / "refs/am_ann").mkdir(parents=True)
     (root / "refs/texts.tsv").write_text(lines, encoding="utf-8")
-    with wave.open(str(root / "refs/ann/0000.wav"), "wb") as file:
+    with wave.open(str(root / "refs/am_ann/0000.wav"), "wb") as file:
         file.setparams((1, 2, 24_000, 0, "NONE", ""))
         file.writeframes(np.pad(hum(rng, 60), (9600, 9600)).tobytes())
     return root
@@ -99,23 +103,76 @@ def test_recipe_end_to_end(data: Path) -> None:
 def check_export(data: Path, codec_file: Path) -> None:
     out = data / "export"
     weights = ["--codec", str(codec_file), "--dual-ar", f"{data}/dual/dual_ar.safetensors"]
-    export.main(
-        [*weights, "--phonemes", f"{data}/vocab.json", "--references", f"{data}/refs"]
-        + ["--out", str(out)]
-    )
-    voice = load_file(out / "voices/ann.safetensors")["codes"]
-    assert voice.dtype == torch.int32 and voice.shape[0] == 8
-    assert 36 <= voice.shape[1] <= 44  # 1.5 s, its silence trimmed
-    texts = data / "corpus.tsv"
+    options = ["--phonemes", f"{data}/vocab.json", "--references", f"{data}/refs"]
+    with pytest.raises(SystemExit, match="no clip of the default voice af_heart"):
+        export.main([*weights, *options, "--out", str(out)])
+    export.main([*weights, *options, "--out", str(out), "--default-voice", "am_ann"])
+    check_folder(out)
+    own = ["--codec", f"{out}/codec.safetensors", "--dual-ar", f"{out}/dual_ar.safetensors"]
+    export.main([*own, *options, "--out", str(out), "--default-voice", "am_ann"])  # onto itself
+    check_speech(out)
     sample.main(
-        ["--model", str(out), "--texts", str(texts), "--out", f"{data}/samples", "--wav"]
-        + ["--limit", "2", "--max-frames", "12", "--voices", "ann", "none"]
+        ["--model", str(out), "--texts", f"{data}/corpus.tsv", "--out", f"{data}/samples", "--wav"]
+        + ["--limit", "2", "--max-frames", "12", "--voices", "am_ann", "none"]
     )
-    assert (data / "samples/ann/0001.wav").exists()
-    # The runtime reads what the recipe writes.
-    codec = load_codec(out, "cpu", torch.float32)
-    assert codec.decode(voice[None]).shape == (1, voice.shape[1] * 960)
-    load_dual_ar(out, "cpu", torch.float32)
+    assert (data / "samples/am_ann/0001.wav").exists()
+    with np.load(data / "samples.npz") as made:
+        assert {"am_ann/0000", "am_ann/0001", "none/0000", "none/0001"} < set(made.files)
+
+
+def check_folder(out: Path) -> None:
+    """The same files with the same fields as the folder in the package."""
+    product = embedded_path()
+    config, expected = (json.loads((f / "config.json").read_text("utf-8")) for f in (out, product))
+    assert read_serving(config) == replace(read_serving(expected), default_voice="am_ann")
+    assert list(config["plosive"]) == list(expected["plosive"])
+    for section in (None, "text_config", "audio_decoder_config", "codec_config"):
+        made, wanted = ((c[section] if section else c) for c in (config, expected))
+        assert list(made) == list(wanted), section
+    for path in product.glob("*.*"):
+        if path.suffix in (".json", ".safetensors", ".txt"):
+            assert (out / path.name).is_file(), path.name
+    voice = json.loads((out / "voices/am_ann.json").read_text("utf-8"))
+    wanted = json.loads((product / "voices/af_heart.json").read_text("utf-8"))
+    assert list(voice) == list(wanted)
+    assert (voice["language"], voice["gender"], voice["text"]) == ("en-US", "male", "Text 0.")
+    codes = load_file(out / "voices/am_ann.safetensors")["codes"]
+    assert codes.dtype == torch.int32 and codes.shape == (8, voice["frames"])
+    assert 36 <= voice["frames"] <= 44  # 1.5 s, its silence trimmed
+
+
+def check_speech(out: Path) -> None:
+    """The runtime loads what the recipe wrote, reads text and reference, and makes sound."""
+    model = load_speech_model(out)
+    voice = json.loads((out / f"voices/{model.serving.default_voice}.json").read_text("utf-8"))
+    codes = load_file(out / "voices/am_ann.safetensors")["codes"]
+    reference = Voice(voice["name"], model.front_end(voice["text"]).phonemes, codes)
+    text = model.prompt.user_text(model.front_end("A bad day.").phonemes)
+    parts = [model.prompt.prefix([reference]), text, model.prompt.assistant_header()]
+    prompt = torch.cat(parts, dim=1)
+    cache, state = model.dual_ar.new_cache(1, 512), model.dual_ar.new_frame_state(1)
+    slots, last = torch.tensor([0]), prompt.shape[1] - 1
+    model.dual_ar.prefill(prompt[:, :last], cache, 0, 0)
+    model.dual_ar.join(state, 0, prompt[:, last], last, SamplingParams(seed=1))
+    frame = model.dual_ar.decode_frame(state, slots, cache)
+    sound = model.codec.decode_stream(frame.codes[..., None], model.codec.init_state(1), slots)
+    assert sound.numel() == model.codec.frame_samples
+    assert bool(sound.isfinite().all()) and float(sound.abs().max()) > 1e-5
+
+
+def test_a_run_starts_from_weights_that_are_there(tmp_path: Path) -> None:
+    names = TrainableDualAR(TOY).state_dict()
+    given = {name: torch.randn_like(value).bfloat16() for name, value in names.items()}
+    save_file(given, tmp_path / "given.safetensors")
+    options = ["--codes", "c.npz", "--corpus", "c.tsv", "--phonemes", "v.json", "--out", "out"]
+    options += ["--toy", "--positions", "160", "--capacity-positions", "2e3"]
+    args = train_dual_ar.parser().parse_args(
+        [*options, "--start-from", f"{tmp_path}/given.safetensors"]
+    )
+    trainer = train_dual_ar.Trainer(args, torch.device("cpu"))
+    for model in (trainer.model, trainer.average):
+        kept = model.state_dict()
+        assert all(torch.equal(kept[name], value.float()) for name, value in given.items())
 
 
 def test_prompt_tokens_are_what_the_tokenizer_makes_of_the_prompt(tmp_path: Path) -> None:

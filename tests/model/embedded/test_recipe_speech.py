@@ -1,0 +1,269 @@
+"""The recipe between teacher and figures: codes of clips, rows of dialogue, sampling, copies."""
+
+import json
+import wave
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from model.codec.spectral import SpectralCodec
+from model.embedded.recipe import copy_synthesis, encode, export, sample, train_codec
+from model.embedded.recipe.dialogues import NO_TARGET, Dialogues, rows_from
+from model.embedded.recipe.sample import Reference, Sampling, Speaker, pick
+from model.embedded.recipe.tokens import SEMANTIC_START, PromptTokens, build_vocab
+from model.embedded.recipe.trainable import TOY, TrainableDualAR
+
+PROMPT = PromptTokens(build_vocab(list("abcdefgh .")))
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def codec_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A codec of toy size, untrained, as `train_codec` writes it."""
+    torch.manual_seed(0)
+    codec = SpectralCodec(train_codec.TOY)
+    config = json.dumps({"type": "spectral", **asdict(codec.config)})
+    weights = {name: value.bfloat16().contiguous() for name, value in codec.state_dict().items()}
+    path = tmp_path_factory.mktemp("codec") / "codec.safetensors"
+    save_file(weights, path, {"codec_config": config})
+    return path
+
+
+def noise(num_samples: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-9000, 9000, num_samples).astype(np.int16)
+
+
+def write_wav(path: Path, samples: np.ndarray, rate_hz: int = 24_000) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, rate_hz, 0, "NONE", ""))
+        file.writeframes(samples.tobytes())
+
+
+def read_wav(path: Path) -> np.ndarray:
+    with wave.open(str(path)) as file:
+        return np.frombuffer(file.readframes(file.getnframes()), np.int16).copy()
+
+
+# --- codes
+
+
+def test_a_clip_encoded_among_others_has_the_codes_it_has_alone(codec_file: Path) -> None:
+    codec = encode.load_codec(codec_file, CPU)
+    lengths = [9_600, 6_000, 9_000, 9_600, 12_000]
+    clips = [noise(length, seed) for seed, length in enumerate(lengths)]
+    together = encode.encode_clips(codec, torch.from_numpy(np.concatenate(clips)), lengths)
+    assert [len(codes) for codes in together] == [10, 7, 10, 10, 13]
+    for clip, codes in zip(clips, together, strict=True):
+        (alone,) = encode.encode_clips(codec, torch.from_numpy(clip), [len(clip)])
+        assert codes.dtype == np.uint16 and np.array_equal(codes, alone)
+    assert not np.array_equal(together[0], together[3])
+
+
+def test_entropy() -> None:
+    codes = np.stack([np.arange(64) % 8, np.zeros(64, int)], 1)
+    assert encode.entropy_bits(codes, 1024) == [3.0, 0.0]
+
+
+def test_copies_are_as_long_as_what_they_copy(codec_file: Path, tmp_path: Path) -> None:
+    lengths = {"ann/0000": 10_000, "ann/0003": 9_600, "bob/0000": 4_321}
+    for seed, (name, length) in enumerate(lengths.items()):
+        write_wav(tmp_path / f"wavs/{name}.wav", noise(length, seed))
+    (tmp_path / "wavs/texts.tsv").write_text("not a clip")
+    folders = ["--wavs", f"{tmp_path}/wavs", "--out", f"{tmp_path}/copies"]
+    copy_synthesis.main(["--codec", str(codec_file), *folders])
+    made = {p.relative_to(tmp_path / "copies"): p for p in (tmp_path / "copies").rglob("*.*")}
+    assert {str(p.with_suffix("")) for p in made} == set(lengths)
+    codec = encode.load_codec(codec_file, CPU)
+    for name, length in lengths.items():
+        copy = read_wav(tmp_path / f"copies/{name}.wav")
+        assert len(copy) == length
+        wav = torch.from_numpy(read_wav(tmp_path / f"wavs/{name}.wav")).float()[None] / 32768
+        expected = codec.decode(codec.encode(wav))[0, :length].clamp(-1, 1) * 32767
+        assert np.abs(copy - expected.numpy()).max() <= 1
+
+
+def test_references_must_have_the_codec_rate(tmp_path: Path) -> None:
+    write_wav(tmp_path / "clip.wav", noise(100, 0), rate_hz=16_000)
+    with pytest.raises(SystemExit, match="expected mono at 24000 Hz"):
+        export.read_wav(tmp_path / "clip.wav", 24_000)
+
+
+def test_references_are_trimmed() -> None:
+    loud = torch.from_numpy(noise(24_000, 0)).float() / 32768
+    wav = torch.cat([torch.zeros(12_000), loud, torch.zeros(12_000)])
+    kept = export.trim(wav, 24_000)
+    lead, tail = 24 * export.LEAD_MS, 24 * export.TAIL_MS
+    assert len(kept) == lead + 24_000 + tail
+    assert torch.equal(kept[lead:-tail], loud)
+
+
+def test_too_many_parameters_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.zeros(10, 10)}, tmp_path / "weights.safetensors")
+    num_parameters, num_bytes = export.check_size([tmp_path / "weights.safetensors"])
+    assert num_parameters == 100 and num_bytes > 400
+    monkeypatch.setattr(export, "MAX_PARAMETERS", 99)
+    with pytest.raises(SystemExit, match="too large: 100 parameters"):
+        export.check_size([tmp_path / "weights.safetensors"])
+
+
+# --- rows of dialogue
+
+
+@pytest.fixture
+def dialogues(tmp_path: Path) -> Dialogues:
+    """Two voices, twelve clips each; the texts of rows 0 and 400 are held out."""
+    rng = np.random.default_rng(0)
+    texts = ["".join(rng.choice(list("abcdefgh"), 5)) for _ in range(402)]
+    (tmp_path / "corpus.tsv").write_text("".join(f"t\t{text}\n" for text in texts))
+    lengths = rng.integers(31, 50, 24)
+    lengths[5], lengths[7] = 4, 500  # too short and too long to be spoken
+    codes = np.zeros((lengths.sum(), 8), np.uint16)
+    codes[:] = np.repeat(np.arange(24), lengths)[:, None]  # the clip's number
+    np.savez(
+        tmp_path / "codes.npz",
+        codes=codes,
+        length=lengths,
+        offset=np.cumsum(lengths) - lengths,
+        text=np.array([0, *range(1, 12), 400, *range(12, 23)]),
+        voice=np.repeat([0, 1], 12),
+    )
+    return Dialogues(tmp_path / "codes.npz", tmp_path / "corpus.tsv", PROMPT, CPU)
+
+
+def clips_in(rows: torch.Tensor) -> set[int]:
+    """The clips (see the codes above) whose speech is in tokens."""
+    return {int(token) - SEMANTIC_START for token in rows.flatten() if token >= SEMANTIC_START}
+
+
+def test_rows_are_of_one_voice_and_without_what_was_held_out(dialogues: Dialogues) -> None:
+    index = dialogues.index(200, 300, np.random.default_rng(0))
+    rows = dialogues.gather(index)
+    assert rows.tokens.shape == (200, 300) and rows.codes.shape == (200, 300, 8)
+    seen = [clips_in(row) for row in rows.tokens]
+    assert all(clips <= set(range(12)) or clips <= set(range(12, 24)) for clips in seen)
+    assert set.union(*seen) == set(range(24)) - {0, 12, 5, 7}
+    shares = np.mean([min(clips) < 12 for clips in seen])
+    assert 0.4 < shares < 0.6
+    speech = rows.tokens >= SEMANTIC_START
+    assert bool((rows.codes[~speech] == 0).all())
+    assert bool((rows.codes[speech][:, 7] == rows.tokens[speech] - SEMANTIC_START).all())
+
+
+def test_only_turns_that_were_held_out_count_in_the_held_out_loss(dialogues: Dialogues) -> None:
+    first, *_ = dialogues.held_rows(6, 200)
+    again, *_ = dialogues.held_rows(6, 200)
+    assert torch.equal(first.tokens, again.tokens)
+    predicted = first.targets[first.targets > 0] - 1
+    assert set(predicted.tolist()) == {0, 12}
+    assert clips_in(first.tokens) - {0, 12}  # the references are others
+
+
+def test_what_each_position_predicts() -> None:
+    """Text predicts nothing, `<|voice|>` the first frame, a frame the next one, the last the end."""
+    user, frames = PROMPT.user("ab"), [5, 6, 7]
+    turn = [*user, *(SEMANTIC_START + code for code in frames), *PROMPT.ids("<|im_end|>", "\n")]
+    tokens = torch.tensor([turn + user])
+    codes = torch.where(tokens >= SEMANTIC_START, tokens - SEMANTIC_START, 0)[..., None].repeat(
+        1, 1, 8
+    )
+    rows = rows_from(tokens, codes, PROMPT.im_end)
+    nothing = [NO_TARGET] * (len(user) - 1)
+    expected = [*nothing, 6, 7, 8, 0, NO_TARGET, NO_TARGET, *nothing]
+    assert rows.targets[0].tolist() == expected
+    assert rows.next_codes[0, len(user) - 1].tolist() == [5] * 8
+
+
+# --- sampling
+
+
+def test_pick_keeps_to_top_k_and_top_p() -> None:
+    torch.manual_seed(0)
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log().repeat(500, 1)
+
+    def picked(temperature: float = 1.0, **options) -> set[int]:
+        return set(pick(logits, temperature, Sampling(**options)).tolist())
+
+    assert picked(top_p=1.0, top_k=4) == {0, 1, 2, 3}
+    assert picked(top_p=1.0, top_k=2) == {0, 1}
+    assert picked(top_p=0.5, top_k=4) == {0, 1}
+    assert picked(top_p=0.3, top_k=4) == {0}
+    assert picked(temperature=0.0, top_p=1.0, top_k=4) == {0}
+    assert picked(temperature=0.01, top_p=1.0, top_k=4) == {0}
+
+
+@pytest.fixture(scope="module")
+def speaker() -> Speaker:
+    torch.manual_seed(1)
+    model = TrainableDualAR(TOY)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2)  # so that what is said depends on the text
+    return Speaker(model, PROMPT)
+
+
+def prompts(speaker: Speaker) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    codes = np.random.default_rng(0).integers(0, 1024, (8, 9)).astype(np.int32)
+    ann = Reference("abc", codes)
+    return [
+        speaker.prompt_rows("abcdefgh", ann),
+        speaker.prompt_rows("a", None),
+        speaker.prompt_rows("hg fe dc ba.", ann),
+        speaker.prompt_rows("abc", None),
+    ]
+
+
+GREEDY = Sampling(temperature=0.0, fast_temperature=0.0)
+
+
+def test_prompts_of_any_length_are_spoken_as_they_are_alone(speaker: Speaker) -> None:
+    rows = prompts(speaker)
+    together, _ = speaker.speak(rows, GREEDY, max_frames=6)
+    assert len({codes.tobytes() for codes in together}) == len(rows)
+    for row, codes in zip(rows, together, strict=True):
+        (alone,), _ = speaker.speak([row], GREEDY, max_frames=6)
+        assert np.array_equal(codes, alone)
+
+
+def test_decoding_with_a_cache_is_the_model_without(speaker: Speaker) -> None:
+    tokens, codes = prompts(speaker)[0]
+    (spoken,), _ = speaker.speak([(tokens, codes)], GREEDY, max_frames=5)
+    made = torch.from_numpy(spoken.astype(np.int64))
+    with torch.inference_mode():
+        hidden = speaker.model.hidden(
+            torch.cat([tokens, SEMANTIC_START + made[:, 0]])[None], torch.cat([codes, made])[None]
+        )[0, len(tokens) - 1 : -1]
+        assert torch.equal(speaker.model.logits(hidden).argmax(-1) - 1, made[:, 0])
+        residual = speaker.model.fast_logits(hidden, made[:, :-1]).argmax(-1)
+    assert torch.equal(residual, made[:, 1:])
+
+
+def test_speech_ends_where_the_model_says(
+    speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 is the end; what a row says afterwards, while others go on, is not kept."""
+    script = iter(torch.tensor([[3, 4], [0, 5], [6, 7], [8, 9]]))
+    monkeypatch.setattr(speaker, "_semantic", lambda *args: next(script))
+    codes, ended = speaker.speak(prompts(speaker)[:2], GREEDY, max_frames=4)
+    assert ended == [True, False]
+    assert [spoken[:, 0].tolist() for spoken in codes] == [[2], [3, 4, 6, 8]]
+
+
+def test_a_code_said_lately_is_drawn_again(
+    speaker: Speaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = {0.7: torch.tensor([5, 5, 0]), 1.0: torch.tensor([7, 7, 7])}
+    monkeypatch.setattr(sample, "pick", lambda logits, temperature, sampling: drawn[temperature])
+    recent = torch.tensor([[-1, 5], [-1, 6], [-1, 0]])
+    hidden = torch.zeros(3, TOY.dim)
+    assert speaker._semantic(hidden, recent, Sampling()).tolist() == [7, 5, 0]
+
+
+def test_silence_for_a_turn_without_frames(codec_file: Path) -> None:
+    codec = encode.load_codec(codec_file, CPU)
+    assert not sample.decode(codec, np.zeros((0, 8), np.int16)).any()
+    assert sample.decode(codec, np.zeros((3, 8), np.int16)).shape == (3 * 960,)
