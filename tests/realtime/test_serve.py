@@ -51,9 +51,12 @@ def process(
     read_fd, write_fd = os.pipe()
     lifeline_fd, held_fd = os.pipe()
     options = ["--port", "0", "--announce-fd", str(write_fd), "--lifeline-fd", str(lifeline_fd)]
+    # Debug mode tells of slow steps on stderr: on a busy machine the set-up is one.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONASYNCIODEBUG"}
     child = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", PROGRAM, folder, str(frame_s), error, *options],
         cwd=ROOT,
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=[write_fd, lifeline_fd],
