@@ -30,6 +30,9 @@ ahead of playback as far as it allows, so that the real-time factor is its own a
 Open loop (--rate R): turns arrive at random at R per second, each in a new session, paced as
 agents get it. A closed loop waits for a slow server and so hides queueing; an open loop does not.
 
+A run without options says 104 turns, 13 minutes of speech in all: that takes up to 8 minutes on two
+CPU cores. How far it is is shown on stderr.
+
 No text is ever said twice. Read no latency without the continuity (C50, C100) below it. What each
 figure means is in the JSON file, under "definitions".
 """

@@ -146,5 +146,5 @@ def test_help_teaches_the_use(capsys) -> None:
         main(["--help"])
     assert exited.value.code == 0
     output = capsys.readouterr().out
-    for word in ("--rate", "--words-per-s", "open loop", "Closed loop", "C50"):
+    for word in ("--rate", "--words-per-s", "open loop", "Closed loop", "C50", "up to 8 minutes"):
         assert word in output
