@@ -64,12 +64,12 @@ def losses(log: Path, name: str) -> list[float]:
     return [record[name] for record in records if name in record]
 
 
-def codec_args(data: Path, steps: int) -> list[str]:
+def codec_args(data: Path, steps: int, out: str = "codec") -> list[str]:
     options = "--toy --min-hours 0 --capacity-hours 0.05 --batch 4 --frames 8 --warmup-steps 5"
     options += " --continuous-steps 5 --log-every 5 --refresh-every 5 --revive-every 10"
     options += " --adv-from 0.5 --adv-rows 2 --adv-crop 3000 --adv-alone-steps 2"
     options += f" --adv-ramp-steps 2 --lr 2e-3 --steps {steps}"
-    return ["--shards", f"{data}/shards", "--out", f"{data}/codec", *options.split()]
+    return ["--shards", f"{data}/shards", "--out", f"{data}/{out}", *options.split()]
 
 
 def test_recipe_end_to_end(data: Path) -> None:
@@ -98,6 +98,7 @@ def test_recipe_end_to_end(data: Path) -> None:
     assert all(map(math.isfinite, losses(data / "dual/dual_ar.jsonl", "held_semantic")))
 
     check_export(data, codec_file)
+    check_another_decoder(data, codec_file)
 
 
 def check_export(data: Path, codec_file: Path) -> None:
@@ -158,6 +159,17 @@ def check_speech(out: Path) -> None:
     sound = model.codec.decode_stream(frame.codes[..., None], model.codec.init_state(1), slots)
     assert sound.numel() == model.codec.frame_samples
     assert bool(sound.isfinite().all()) and float(sound.abs().max()) > 1e-5
+
+
+def check_another_decoder(data: Path, codec_file: Path) -> None:
+    """`--decoder-of`: what makes the codes stays to the bit, what reads them goes on."""
+    options = ["--decoder-of", str(codec_file), "--no-adversary", "--revive-every", "1"]
+    options += ["--average-every", "1"]
+    train_codec.main([*codec_args(data, 4, "decoder"), *options])
+    before, after = load_file(codec_file), load_file(data / "decoder/codec.safetensors")
+    assert set(before) == set(after)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.startswith("decoder.") for name in changed), changed
 
 
 def test_a_run_starts_from_weights_that_are_there(tmp_path: Path) -> None:
