@@ -12,7 +12,10 @@ PACKAGES = ("realtime", "model", "ops", "clients", "bench_ttfa", "tests")
 
 
 def exists(name: str) -> bool:
-    """From the root, or, for a bare file name, anywhere among the sources."""
+    """From the root, or, for a bare file name, anywhere among the sources. An empty directory is
+    not there: a clone has none."""
+    if name.endswith("/"):
+        return any((ROOT / name).glob("*"))
     if "/" in name or (ROOT / name).exists():
         return (ROOT / name).exists()
     return any(next((ROOT / package).rglob(name), None) for package in PACKAGES)

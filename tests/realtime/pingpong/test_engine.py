@@ -25,6 +25,7 @@ from realtime.pingpong.messages import (
     TurnEnd,
 )
 from tests.support.engine import (
+    TIMEOUT_S,
     close_slot,
     open_slot,
     running,
@@ -218,6 +219,19 @@ def test_a_blocked_stream_pauses_alone_and_goes_on_when_unblocked() -> None:
         engine.set_blocked(blocked, False)
         recorder.wait(TurnEnd, lambda event: event.slot == blocked)
         assert len(recorder.pcm(blocked, 0))
+
+
+def test_a_paused_stream_gives_its_slot_back_at_once() -> None:
+    with running(tiny_model(), num_slots=1) as (engine, recorder):
+        slot = open_slot(engine, recorder)
+        engine.set_blocked(slot, True)
+        start_turn(engine, slot, 0, "held back.")
+        end_s = time.monotonic() + TIMEOUT_S
+        while not engine._decode._streams:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+        time.sleep(0.05)  # decode sleeps now; nothing but the close wakes it
+        close_slot(engine, recorder, slot)
 
 
 def test_no_frame_is_launched_at_or_above_the_lead_cap_and_the_turn_goes_on() -> None:
