@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench_ttfa import report
 from bench_ttfa.progress import Display
-from bench_ttfa.run import Config, Level, sweep, utc_stamp
+from bench_ttfa.run import UNPACED_MS, Config, Level, sweep, utc_stamp
 from bench_ttfa.worker import Connection
 from bench_ttfa.workload import KINDS
 from clients import AudioFormat, PlosiveError
@@ -131,11 +131,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _serve_options(args: argparse.Namespace) -> list[str]:
-    """As many slots as the largest level needs, unless the caller says how many."""
-    if "--max-slots" in args.serve:
-        return list(args.serve)
+    """As many slots as the largest level needs, and a lead that closed loops never use up, unless
+    the caller says otherwise. (Audio piles up over a session's turns: at 60 s a loop is paced.)"""
     num_slots = max([4, *_concurrencies(args), *(_OPEN_LOOP_SLOTS for _ in args.rate)])
-    return ["--max-slots", str(num_slots), *args.serve]
+    options = {"--max-slots": str(num_slots), "--max-lead-cap-ms": str(UNPACED_MS)}
+    wanted = {name: value for name, value in options.items() if name not in args.serve}
+    return [*(word for option in wanted.items() for word in option), *args.serve]
 
 
 def _concurrencies(args: argparse.Namespace) -> list[int]:

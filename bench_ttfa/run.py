@@ -127,7 +127,9 @@ def _run_level(
     ) as pool:
         try:
             futures = [pool.submit(worker.run, plan) for plan in plans]
-            while wait(futures, timeout=_POLL_S).not_done:
+            is_over = False
+            while not is_over:  # a level that is over at once is shown too
+                is_over = not wait(futures, timeout=_POLL_S).not_done
                 _note_memory(server_pid, result.resident_mib)
                 elapsed_s = time.monotonic() - started_s
                 on_progress(Progress(num_done.value, num_turns, elapsed_s))

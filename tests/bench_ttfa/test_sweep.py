@@ -1,5 +1,6 @@
 """A whole sweep, from options to JSON, against a scripted server in a process of its own."""
 
+import argparse
 import asyncio
 import json
 import sys
@@ -8,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench_ttfa import report
-from bench_ttfa.__main__ import main
+from bench_ttfa.__main__ import _serve_options, main
 from bench_ttfa.measure import DEFINITIONS
-from bench_ttfa.run import Config, Level, LevelResult, SweepResult
+from bench_ttfa.run import UNPACED_MS, Config, Level, LevelResult, SweepResult
 from bench_ttfa.worker import Connection, Plan, TurnRecord, WorkerResult, run
 from clients import AudioFormat
 from tests.clients.scripted_server import Peer, scripted_server
@@ -148,3 +149,12 @@ def test_help_teaches_the_use(capsys) -> None:
     output = capsys.readouterr().out
     for word in ("--rate", "--words-per-s", "open loop", "Closed loop", "C50", "up to 8 minutes"):
         assert word in output
+
+
+def test_the_local_server_never_paces_a_closed_loop() -> None:
+    """Lead adds up over a session's turns; at the server's usual cap a loop would be real time."""
+    args = argparse.Namespace(serve=[], concurrency=[2], rate=[])
+    options = _serve_options(args)
+    assert options[options.index("--max-lead-cap-ms") + 1] == str(UNPACED_MS)
+    args.serve = ["--max-slots", "9", "--max-lead-cap-ms", "500"]
+    assert _serve_options(args) == args.serve
