@@ -67,13 +67,12 @@ def load_engine(config: ServerConfig) -> Engine:
     elif device.startswith("cuda") and not torch.cuda.is_available():
         raise PlosiveError("model_unusable", f"there is no CUDA device here for {device!r}")
     try:
-        speech_model = load_speech_model(path, name=path.name, device=device)
+        return PingPongEngine(
+            load_speech_model(path, name=path.name, device=device),
+            EngineConfig(num_slots=config.max_slots, num_threads=config.num_threads or 1),
+        )
     except (ModelError, OSError, RuntimeError) as error:
         raise PlosiveError("model_unusable", f"cannot load the model: {error}") from error
-    return PingPongEngine(
-        speech_model,
-        EngineConfig(num_slots=config.max_slots, num_threads=config.num_threads or 1),
-    )
 
 
 def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | None = None) -> int:

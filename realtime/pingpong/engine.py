@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.audio import ClipError, read_clip
-from model.errors import ModelError
+from model.errors import ConfigError, ModelError
 from model.speech_model import SpeechModel
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.api import EngineInfo
@@ -34,7 +34,7 @@ from realtime.pingpong.messages import (
     SlotRef,
     VoicePrompt,
 )
-from realtime.pingpong.prefill import MAX_WAITING_COMMANDS, PrefillLoop
+from realtime.pingpong.prefill import MAX_WAITING_COMMANDS, MIN_TEXT_POSITIONS, PrefillLoop
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Returned
@@ -60,6 +60,12 @@ class PingPongEngine:
 
     def __init__(self, model: SpeechModel, config: EngineConfig) -> None:
         max_positions = min(config.max_positions, model.dual_ar.config.slow.max_len)
+        if max_positions < model.serving.max_frames + 2 * MIN_TEXT_POSITIONS:
+            raise ConfigError(
+                f"a context of {max_positions} positions has no room for a segment of "
+                f"{model.serving.max_frames} frames (plosive.max_frames) with its text and voice; "
+                "lower plosive.max_frames in config.json"
+            )
         self._model = model
         self._config = config
         self._slots = Slots(config.num_slots)
@@ -218,7 +224,8 @@ class PingPongEngine:
     def _warm_prefix(self, voice: VoicePrompt) -> None:
         rows = self._prefill.checked_prefix_rows((voice,), "")
         self._model.dual_ar.prefill(rows.to(self._model.device), self._cache, 0, 0)
-        self._prefixes.add(prefix_key(rows), self._cache.snapshot(0, rows.shape[1]))
+        prefix = self._cache.snapshot(0, rows.shape[1])
+        self._prefixes.add(prefix_key(rows), prefix, is_pinned=True)  # `/ready` promises it
 
     def _warm_batch(self, num_rows: int) -> None:
         model = self._model

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # golden ratio: segments of a turn draw unrelated numbers
 _SEED_MASK = (1 << 63) - 1
-_MIN_TEXT_POSITIONS = 64  # of a segment, besides its frames
+MIN_TEXT_POSITIONS = 64  # of a segment, besides its frames
 MAX_WAITING_COMMANDS = 256  # of one slot, a long text's; its neighbours have room of their own
 
 
@@ -289,7 +289,7 @@ class PrefillLoop:
             PromptError: they leave no room for a text, or do not fit the model's prompt format.
         """
         rows = prefix_rows(self._model, voices, prompt)
-        room = self._cache.max_len - self._model.serving.max_frames - _MIN_TEXT_POSITIONS
+        room = self._cache.max_len - self._model.serving.max_frames - MIN_TEXT_POSITIONS
         if rows.shape[1] > room:
             raise PromptError(
                 f"voice and prompt need {rows.shape[1]} positions, there is room for {room}; "

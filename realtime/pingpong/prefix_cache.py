@@ -20,6 +20,7 @@ class PrefixCache:
         self._max_positions = max_positions
         self._num_positions = 0
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._pinned: set[bytes] = set()
         self.num_hits = 0
         self.num_misses = 0
 
@@ -35,12 +36,16 @@ class PrefixCache:
         self._prefixes.move_to_end(key)
         return prefix
 
-    def add(self, key: bytes, prefix: Prefix) -> None:
-        """Keep the prefix; drops the least recently used while over the limit (never the new)."""
+    def add(self, key: bytes, prefix: Prefix, *, is_pinned: bool = False) -> None:
+        """Keep the prefix; drops the least recently used while over the limit, never the new one
+        and never a pinned one."""
+        if is_pinned:
+            self._pinned.add(key)
         if key in self._prefixes:  # two sessions prefilled it at the same time
             return
         self._prefixes[key] = prefix
         self._num_positions += prefix.length
-        while self._num_positions > self._max_positions and len(self._prefixes) > 1:
-            _, dropped = self._prefixes.popitem(last=False)
-            self._num_positions -= dropped.length
+        for old in [old for old in self._prefixes if old not in self._pinned and old != key]:
+            if self._num_positions <= self._max_positions:
+                return
+            self._num_positions -= self._prefixes.pop(old).length

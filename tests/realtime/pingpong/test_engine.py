@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from model.errors import ConfigError
 from model.speech_model import PlainText
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.decode import DecodeLoop
+from realtime.pingpong.engine import EngineConfig, PingPongEngine
 from realtime.pingpong.messages import (
     CancelTurn,
     CloseSlot,
@@ -395,3 +397,8 @@ def test_cuda_overlapped_equals_in_order() -> None:
             slot = open_slot(engine, rec, seed=5)
             results.append(speak(engine, rec, slot, 0, "hello there.", "and more."))
     np.testing.assert_array_equal(results[0], results[1])
+
+
+def test_a_context_without_room_for_a_segment_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="plosive.max_frames"):
+        PingPongEngine(tiny_model(max_frames=1000), EngineConfig(num_slots=1))

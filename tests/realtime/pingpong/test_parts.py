@@ -93,3 +93,12 @@ def test_a_prefix_that_two_sessions_prefilled_at_once_is_counted_once() -> None:
     for key in (b"a", b"a", b"a", b"b"):
         prefixes.add(key, Prefix(torch.zeros(1, 2, 1, 5, 1)))
     assert prefixes.get(b"a") is not None and prefixes.get(b"b") is not None
+
+
+def test_a_pinned_prefix_is_never_dropped() -> None:
+    cache = PrefixCache(max_positions=20)
+    cache.add(b"default", Prefix(torch.zeros(1, 2, 1, 10, 2)), is_pinned=True)
+    for i in range(5):
+        cache.add(bytes([i]), Prefix(torch.zeros(1, 2, 1, 10, 2)))
+    assert cache.get(b"default") is not None
+    assert [cache.get(bytes([i])) is not None for i in range(5)] == [False] * 4 + [True]
