@@ -1,0 +1,105 @@
+"""The compiler around the kernels: every source for every architecture, the cache, errors."""
+
+import ctypes
+
+import pytest
+import torch
+
+from ops import nvrtc
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+ARCHS = ["sm_90a", "sm_100a", "sm_120a"]
+ADD = """
+#include "common.cuh"
+extern "C" __global__ void add(const float* a, float* out, float term, int n) {
+  wait_for_previous_kernels();
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = a[i] + term * SCALE;
+  let_next_kernel_start();
+}
+"""
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A folder of sources with one kernel in it, and a cache of its own."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "common.cuh").write_text((nvrtc.SOURCES / "common.cuh").read_text())
+    (folder / "add.cu").write_text(ADD)
+    monkeypatch.setattr(nvrtc, "SOURCES", folder)
+    monkeypatch.setenv("PLOSIVE_KERNEL_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def cached(sources):
+    return sorted(path.name for path in (sources.parent / "cache").glob("*.cubin"))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_compiles_without_a_gpu(sources, arch):
+    cubin = nvrtc.compile_source("add.cu", arch, {"SCALE": 2})
+    assert cubin[:4] == b"\x7fELF" and b"add" in cubin
+    assert len(cached(sources)) == 1 and cached(sources)[0].startswith(f"add-{arch}-")
+
+
+def test_a_changed_header_define_or_source_is_compiled_again(sources):
+    for change in range(4):
+        if change >= 2:
+            path = sources / ("common.cuh" if change == 2 else "add.cu")
+            path.write_text(path.read_text() + "\n")
+        nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": min(change, 1)})
+        assert len(cached(sources)) == change + 1
+
+
+def test_what_is_cached_is_not_compiled_again(sources, monkeypatch):
+    first = nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2})
+    monkeypatch.setattr(nvrtc, "_compile", None)
+    assert nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2}) == first
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(sources, monkeypatch):
+    (sources.parent / "file").write_text("")
+    monkeypatch.setenv("PLOSIVE_KERNEL_CACHE", str(sources.parent / "file" / "cache"))
+    assert nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2})[:4] == b"\x7fELF"
+
+
+def test_an_error_carries_the_compilers_words(sources):
+    with pytest.raises(nvrtc.KernelError, match='add.cu.*\n.*identifier "SCALE" is undefined'):
+        nvrtc.compile_source("add.cu", "sm_90a")
+
+
+def test_the_same_kernel_is_one_object(sources):
+    assert nvrtc.kernel("add.cu", "add", defines={"SCALE": 1}) is nvrtc.kernel(
+        "add.cu", "add", defines={"SCALE": 1}
+    )
+    assert nvrtc.kernel("add.cu", "add", defines={"SCALE": 1}) is not nvrtc.kernel(
+        "add.cu", "add", defines={"SCALE": 2}
+    )
+
+
+@pytest.mark.gpu
+def test_launch_follows_the_stream_and_capture(sources):
+    add = nvrtc.kernel("add.cu", "add", defines={"SCALE": 3})
+    x = torch.randn(1000, device="cuda")
+    out = torch.full_like(x, torch.nan)
+    args = [x, out, ctypes.c_float(2.0), ctypes.c_int32(x.numel())]
+    add.launch((8,), (128,), args)
+    assert torch.equal(out, x + 6)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.mul_(2)
+        add.launch((4,), (256,), args)
+        out.add_(1)
+    x.fill_(1)
+    graph.replay()
+    assert torch.equal(out, torch.full_like(x, 9.0))
+
+
+@pytest.mark.gpu
+def test_launch_refuses_what_the_driver_refuses(sources):
+    add = nvrtc.kernel("add.cu", "add", defines={"SCALE": 3})
+    x = torch.zeros(8, device="cuda")
+    with pytest.raises(nvrtc.KernelError, match="CUDA_ERROR_INVALID_VALUE"):
+        add.launch((1,), (4096,), [x, x, ctypes.c_float(1), ctypes.c_int32(8)])
