@@ -122,6 +122,15 @@ class FramePcm:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnBegin:
+    """The turn's first frame comes next. Stamps as in `TurnEnd`: a turn that is cancelled has none."""
+
+    slot: SlotRef
+    turn_id: int
+    stamps_ns: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentEnd:
     """All frames of the segment have been delivered; `num_frames` of them in this segment."""
 
@@ -168,4 +177,13 @@ class SlotClosed:
     slot: SlotRef
 
 
-Event = SlotReady | FramePcm | SegmentEnd | TurnEnd | EngineWarning | SlotFailed | SlotClosed
+Event = (
+    SlotReady
+    | TurnBegin
+    | FramePcm
+    | SegmentEnd
+    | TurnEnd
+    | EngineWarning
+    | SlotFailed
+    | SlotClosed
+)

@@ -265,7 +265,8 @@ class PrefillLoop:
         is_same = tenant.prefix_key == key  # voice and prompt stay: the dialogue goes on
         tenant.prefix_key, tenant.prefix_length = key, rows.shape[1]
         tenant.start_context(tenant.context_length if is_same else tenant.prefix_length)
-        tenant.opening, tenant.opening_rows, tenant.last_turn = None, None, None
+        tenant.opening, tenant.opening_rows = None, None
+        tenant.last_turn = tenant.last_turn if is_same else None
         tenant.sampling, tenant.max_lead_ns = opening.sampling, opening.max_lead_ms * 1_000_000
         if tenant.turn is not None:
             tenant.turn.start_length = tenant.context_length
@@ -325,15 +326,13 @@ class PrefillLoop:
             return self._segment_rows(tenant, turn, phonemes, is_closed)
         if num_needed > room:
             text = text[:, : max(1, text.shape[1] - (num_needed - room))]
-            self._emit(
-                EngineWarning(
-                    tenant.slot,
-                    turn.turn_id,
-                    "text_truncated",
-                    f"the segment needs {num_needed} positions, the context has room for {room}",
-                )
-            )
+            if is_closed:  # once: a segment is prepared anew whenever it has grown
+                self._warn_of_truncation(tenant.slot, turn.turn_id, num_needed, room)
         return torch.cat([*lead, text, *tail], dim=1)
+
+    def _warn_of_truncation(self, slot: SlotRef, turn_id: int, num_needed: int, room: int) -> None:
+        message = f"the segment needs {num_needed} positions, the context has room for {room}"
+        self._emit(EngineWarning(slot, turn_id, "text_truncated", message))
 
     def _skip_segment(self, tenant: Tenant, turn: Turn) -> None:
         self._emit(SegmentEnd(tenant.slot, turn.turn_id, turn.next_segment, 0))

@@ -21,6 +21,7 @@ from realtime.pingpong.messages import (
     FramePcm,
     SegmentEnd,
     SlotRef,
+    TurnBegin,
     TurnEnd,
 )
 from realtime.pingpong.pacing import ClockTable
@@ -112,6 +113,7 @@ class VocodeLoop:
         if frame == 0:
             clock.start_turn()
             row.stamps_ns["first_pcm"] = now_ns
+            self._sink(TurnBegin(row.slot, row.turn_id, dict(row.stamps_ns)))
         clock.add(self._frame_ns, now_ns, is_turn_start=frame == 0)
         self.num_frames += 1
         self._sink(FramePcm(row.slot, row.turn_id, row.segment, frame, 1, pcm.numpy()))

@@ -1,8 +1,9 @@
 """What a dialogue leaves in the KV: exactly what was said and heard, whatever was cancelled when."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,14 @@ from model.speech_model import SpeechModel
 from realtime.pingpong.engine import PingPongEngine
 from realtime.pingpong.messages import (
     CancelTurn,
+    EngineWarning,
     FramePcm,
     OpenSlot,
     SegmentEnd,
+    SetText,
     SlotReady,
+    TurnBegin,
+    TurnEnd,
     VoicePrompt,
 )
 from realtime.pingpong.prefill import prefix_rows
@@ -205,6 +210,42 @@ def test_a_dialogue_goes_on_under_new_sampling_and_ends_with_another_voice() -> 
         talk.open(voice(), seed=9)  # the KV holds the other voice by now, or part of it
         talk.dialogue.clear()
         talk.check()
+
+
+@pytest.mark.parametrize("is_settled", [True, False])
+def test_a_turn_that_still_plays_is_rolled_back_after_an_update(is_settled: bool) -> None:
+    """New sampling does not end the dialogue, so neither does it end what can be taken back."""
+    with talking() as talk:
+        talk.speak("hello.")
+        talk.speak("a long reply,", "in two parts.")
+        update = OpenSlot(talk.slot, (voice(),), "", sampling(9), 600_000)
+        talk._engine.submit(update)
+        if is_settled:
+            talk._recorder.wait(SlotReady)
+        talk.cancel(talk.turn_id, 2)
+        talk._engine.submit(replace(update, slot=talk.slot))
+        talk.check()
+
+
+def test_a_text_without_room_is_told_of_once_however_often_it_grew() -> None:
+    model = tiny_model(context="dialogue", max_frames=MAX_FRAMES)
+    with running(model, num_slots=1, max_positions=220) as (engine, recorder):
+        slot = open_slot(engine, recorder)
+        for num_words in range(20, 60, 10):
+            text = "word " * num_words
+            engine.submit(SetText(slot, 0, 0, text, is_closed=False))
+            deadline_s = time.monotonic() + 10.0
+            while engine._prefill._tenants[0].prepared != (text, False):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.001)
+        start_turn(engine, slot, 0, "word " * 60)
+        end = recorder.wait(TurnEnd)
+        warnings = [event.code for event in recorder.events if isinstance(event, EngineWarning)]
+        assert warnings.count("text_truncated") == 1
+        (begin,) = [event for event in recorder.events if isinstance(event, TurnBegin)]
+        first_frame = next(event for event in recorder.events if isinstance(event, FramePcm))
+        assert recorder.events.index(begin) < recorder.events.index(first_frame)
+        assert begin.stamps_ns == end.stamps_ns and "first_pcm" in begin.stamps_ns
 
 
 def test_cancels_at_random_leave_what_was_heard() -> None:
