@@ -1,6 +1,11 @@
-"""The playback clock: how far a stream's audio is ahead of its listener."""
+"""How far a stream's audio is ahead of its listener, and what follows from it: who runs.
 
+The policies are pure functions of leads and times in nanoseconds; the loops bring the clocks.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from realtime.pingpong.messages import SlotRef
 
@@ -47,3 +52,36 @@ class ClockTable:
             clock = PlaybackClock()
             self._clocks[slot.idx] = (slot, clock)
         return clock
+
+
+class Candidate(NamedTuple):
+    """A stream that decode could give one more frame. A stream that nobody listens to in real
+    time has a cap it never reaches; it needs no other mark: its lead puts it last."""
+
+    lead_ns: int  # audio decoded ahead of the listener
+    max_lead_ns: int  # the stream pauses at this lead
+
+
+def rows_to_run(
+    streams: Sequence[Candidate],
+    *,
+    frame_ns: int = 0,
+    step_ns: int = 0,
+    bucket_of: Callable[[int], int] = lambda num_rows: num_rows,
+) -> list[int]:
+    """Which streams take part in the next step.
+
+    Args:
+        frame_ns: duration of a frame's audio.
+        step_ns: expected time of a step of all the streams; 0: not known.
+        bucket_of: rows that are computed anyway when so many run (the graph's size).
+
+    Returns:
+        Indices into `streams`, ascending.
+    """
+    return [i for i, stream in enumerate(streams) if stream.lead_ns < stream.max_lead_ns]
+
+
+def pause_ns(streams: Sequence[Candidate]) -> int | None:
+    """Time until the first stream's lead is below its cap; None without streams."""
+    return max(0, min(s.lead_ns - s.max_lead_ns for s in streams)) if streams else None
