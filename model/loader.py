@@ -7,9 +7,10 @@ is missing, left over or wrongly shaped is an error that names it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ _PREFIXES = (
 # Tables that older checkpoints store and that are computed here.
 _COMPUTED = frozenset({"freqs_cis", "fast_freqs_cis", "causal_mask"})
 _MAX_LISTED = 8
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _LFS_MAGIC = b"version https://git-lfs"
 
 
@@ -68,7 +70,7 @@ def load_dual_ar(
     config = _complete(DualARConfig.from_file(path / "config.json"), path, end_id)
     state = read_state(path)
     model = DualAR(config, torch.device(device), dtype)
-    _place(path, state, list(_placements(model, state)))
+    _place(path, state, list(placements(model, state)))
     model.finish_loading()
     return model.eval()
 
@@ -186,7 +188,12 @@ def _added_tokens(file: Path) -> dict[str, int]:
         ) from error
 
 
-def _placements(model: DualAR, state: dict[str, Tensor]) -> Iterator[Placement]:
+def placements(model: DualAR, state: Mapping[str, Tensor] = _NOTHING) -> Iterator[Placement]:
+    """What a checkpoint of the model holds and where it goes.
+
+    Args:
+        state: names decide between spellings of one thing; without it they are the published ones.
+    """
     yield _whole("embeddings.weight", model.embeddings)
     yield _whole("codebook_embeddings.weight", model.codebook_embeddings)
     yield from _stack_placements("", model.slow, state)
@@ -200,14 +207,18 @@ def _placements(model: DualAR, state: dict[str, Tensor]) -> Iterator[Placement]:
     yield _whole("fast_output.weight", model.fast.output)
 
 
-def _stack_placements(prefix: str, stack: Stack, state: dict[str, Tensor]) -> Iterator[Placement]:
+def _stack_placements(
+    prefix: str, stack: Stack, state: Mapping[str, Tensor]
+) -> Iterator[Placement]:
     yield _whole(prefix + "norm.weight", stack.norm)
     for layer, block in enumerate(stack.layers):
         assert isinstance(block, Block)
         yield from _block_placements(f"{prefix}layers.{layer}.", block, state)
 
 
-def _block_placements(prefix: str, block: Block, state: dict[str, Tensor]) -> Iterator[Placement]:
+def _block_placements(
+    prefix: str, block: Block, state: Mapping[str, Tensor]
+) -> Iterator[Placement]:
     """The table: what a block's parameters are called in checkpoints."""
     config = block.config
     yield _whole(prefix + "attention_norm.weight", block.attention_norm)
@@ -229,7 +240,7 @@ def _block_placements(prefix: str, block: Block, state: dict[str, Tensor]) -> It
 
 
 def _qkv(
-    prefix: str, kind: str, target: Tensor, block: Block, state: dict[str, Tensor]
+    prefix: str, kind: str, target: Tensor, block: Block, state: Mapping[str, Tensor]
 ) -> Iterator[Placement]:
     """Fused wqkv, or the wq, wk, wv of older checkpoints, which are its rows in this order."""
     if f"{prefix}wq.{kind}" not in state:

@@ -15,6 +15,7 @@ from model.dual_ar import DualAR
 from model.errors import ConfigError
 from model.loader import load_dual_ar
 from model.prompt import PromptBuilder, load_tokenizer
+from model.random_model import RandomModel, is_random
 from model.text import EnglishFrontEnd
 
 _FINGERPRINT_BYTES = 1 << 20
@@ -118,23 +119,31 @@ def fingerprint(file: Path) -> str:
 def load_speech_model(
     path: Path, *, name: str | None = None, device: str = "cpu", dtype: torch.dtype | None = None
 ) -> SpeechModel:
-    """Load a checkpoint directory (S2 Pro's layout or the embedded model's).
+    """Load a checkpoint directory (S2 Pro's layout or the embedded model's), or make up a model:
+    `random:s2-pro` and the like, see `model.random_model`.
 
     Raises:
         ConfigError, CheckpointError: naming the file or tensor, what was found, what was expected.
     """
     target = torch.device(device)
     dtype = dtype or (torch.bfloat16 if target.type == "cuda" else torch.float32)
-    dual_ar = load_dual_ar(path, target, dtype)
-    serving = read_serving(json.loads((path / "config.json").read_text("utf-8")))
+    if is_random(path):
+        made_up = RandomModel.parse(str(path))
+        folder, dual_ar = made_up.temporary_folder(), made_up.dual_ar(target, dtype)
+        codec, codec_id = made_up.codec(target, torch.float32), str(path)
+    else:
+        folder, dual_ar = path, load_dual_ar(path, target, dtype)
+        codec = load_codec(path, target, torch.float32)
+        codec_id = fingerprint(weight_file(path))
+    serving = read_serving(json.loads((folder / "config.json").read_text("utf-8")))
     return SpeechModel(
         name=name or path.name,
-        path=path,
+        path=folder,
         device=target,
         dual_ar=dual_ar,
-        codec=load_codec(path, target, torch.float32),
-        codec_id=fingerprint(weight_file(path)),
-        prompt=PromptBuilder(load_tokenizer(path), dual_ar.config),
+        codec=codec,
+        codec_id=codec_id,
+        prompt=PromptBuilder(load_tokenizer(folder), dual_ar.config),
         front_end=FRONT_ENDS[serving.front_end](),
         serving=serving,
     )

@@ -61,7 +61,11 @@ class ServerConfig:
         "origins whose pages may use the server, its own among them, comma-separated; empty: any",
     )
     public_metrics: bool = _network(False, "/metrics asks for no API key, like /health and /ready")
-    model: str = _model("embedded", '"embedded", or the path of a checkpoint directory')
+    model: str = _model(
+        "embedded",
+        '"embedded", the path of a checkpoint directory, or real shapes with random weights: '
+        '"random:s2-pro", "random:s1-mini", "random:tiny"',
+    )
     device: str = _model("auto", DEVICES)
     num_threads: int = _model(0, "CPU threads of the model; 0 leaves the choice to the model")
     voices_dir: Path | None = _model(None, "added voices; default: plosive/voices in user data")

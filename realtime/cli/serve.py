@@ -52,7 +52,7 @@ def load_engine(config: ServerConfig) -> Engine:
     """The ping-pong engine on the configured model; the only function here that needs torch."""
     is_embedded = config.model == "embedded"
     path = embedded_path() if is_embedded else Path(config.model)
-    if not path.is_dir():
+    if not config.model.startswith("random:") and not path.is_dir():
         raise PlosiveError("model_unusable", f"there is no checkpoint directory {path}")
 
     import torch

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.errors import CheckpointError, ConfigError
-from model.loader import _placements, load_dual_ar, read_state
+from model.loader import load_dual_ar, placements, read_state
 from tests.model.goldens import END_ID, GOLDEN, golden
 from tests.model.test_config import S2_PRO
 
@@ -130,10 +130,10 @@ def test_weights_are_mapped_not_read(checkpoint):
 def test_placements_cover_the_published_model():
     """S2 Pro has 4,561,852,416 parameters, the two files' 9,123,704,832 bytes in bf16."""
     model = DualAR(DualARConfig.from_dict(S2_PRO), torch.device("meta"), torch.bfloat16)
-    placements = list(_placements(model, {}))
-    assert sum(math.prod(placement.shape) for placement in placements) == 4_561_852_416
-    assert len({placement.name for placement in placements}) == len(placements)
-    assert sum(p.target.nbytes for p in placements) == sum(p.nbytes for p in model.parameters())
+    placed = list(placements(model))
+    assert sum(math.prod(placement.shape) for placement in placed) == 4_561_852_416
+    assert len({placement.name for placement in placed}) == len(placed)
+    assert sum(p.target.nbytes for p in placed) == sum(p.nbytes for p in model.parameters())
 
 
 # ---------------------------------------------------------------------- tensors that do not fit
