@@ -7,62 +7,35 @@ may run on two threads as long as they work on different slots; neither keeps st
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from model.config import DualARConfig
+from model.frame_state import Frame, FrameState
 from model.kv_cache import FrameCache, KVCache, attend_sequence
 from model.layers import Block, Stack, pack, parameter
-from model.sampling import RAS_WINDOW, FrameSampler, Sampling
+from model.sampling import FrameSampler, Sampling
 from ops import reference
 
-
-class Frame(NamedTuple):
-    """What one decode step made."""
-
-    codes: Tensor  # i32 [B, K]; meaningless where is_end
-    is_end: Tensor  # bool [B], True: the stream is over and this frame is not part of it
-
-
-class FrameState:
-    """Everything a stream carries from frame to frame, as tensors indexed by slot.
-
-    State schema (N slots):
-        rows         i32 [N, 1+K]   next input: the last prompt row, or the frame sampled before
-        position     i64 [N]        where that input goes in the KV cache
-        window       i32 [N, W, 1]  last row-0 tokens, oldest first; 0 = none yet
-        frame_idx    i32 [N]        frames sampled since `join`
-        temperature  f32 [N]
-        top_p        f32 [N]
-        top_k        i32 [N]
-        seed         i64 [N]
-        fast         scratch of the fast AR, valid inside one frame
-    One thread, the one that decodes, may touch it.
-    """
-
-    def __init__(
-        self, config: DualARConfig, num_slots: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros((num_slots, *shape), dtype=dtype, device=device)
-
-        self.rows = zeros(torch.int32, 1 + config.num_codebooks)
-        self.position = zeros(torch.int64)
-        self.window = zeros(torch.int32, RAS_WINDOW, 1)
-        self.frame_idx = zeros(torch.int32)
-        self.temperature = zeros(torch.float32)
-        self.top_p = zeros(torch.float32)
-        self.top_k = zeros(torch.int32) + 1
-        self.seed = zeros(torch.int64)
-        self.fast = FrameCache(config.fast, num_slots, config.num_codebooks, device, dtype)
+if TYPE_CHECKING:
+    from model.dual_ar_cuda import FusedDualAR
+    from ops.quantize import Kind
 
 
 class FastAR(nn.Module):
     """Codebooks 1..K-1 of a frame, given the slow hidden state and codebook 0."""
 
-    def __init__(self, config: DualARConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: DualARConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        is_quantised: bool = False,
+    ) -> None:
         super().__init__()
         dim = config.fast.dim
         self.project_in = self.project_in_bias = None
@@ -70,7 +43,7 @@ class FastAR(nn.Module):
             self.project_in = parameter(dim, config.slow.dim, device=device, dtype=dtype)
             self.project_in_bias = parameter(dim, device=device, dtype=dtype)
         self.embeddings = parameter(config.codebook_size, dim, device=device, dtype=dtype)
-        self.stack = Stack(config.fast, device, dtype)
+        self.stack = Stack(config.fast, device, dtype, is_quantised=is_quantised)
         self.output = parameter(config.codebook_size, dim, device=device, dtype=dtype)
         self.num_codebooks = config.num_codebooks
 
@@ -114,7 +87,9 @@ class DualAR(nn.Module):
     """Slow and fast AR with their embeddings and heads.
 
     The constructor allocates and leaves the weights uninitialised; `model.loader.load_dual_ar`
-    fills them and calls `finish_loading`.
+    fills them and calls `finish_loading`. From then on it runs eagerly, on plain PyTorch, the
+    oracle; after `use_kernels` on the fused rows of `model.dual_ar_cuda`. A quantised model (see
+    `layers.Block`) runs after `use_kernels("bsfp8")` only.
     """
 
     restricted_head: Tensor  # [num_semantic + 1, C]
@@ -122,22 +97,31 @@ class DualAR(nn.Module):
     head_codes: Tensor  # i64 [num_semantic + 1], codebook 0 of each row
     code_offsets: Tensor  # i32 [K, 1]
 
-    def __init__(self, config: DualARConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: DualARConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        is_quantised: bool = False,
+    ) -> None:
         super().__init__()
         assert config.is_complete, config
         self.config = config
+        self.is_quantised = is_quantised
+        self._fused: FusedDualAR | None = None
         dim, num_codebooks = config.slow.dim, config.num_codebooks
         self.embeddings = parameter(config.vocab_size, dim, device=device, dtype=dtype)
         self.codebook_embeddings = parameter(
             num_codebooks * config.codebook_size, dim, device=device, dtype=dtype
         )
-        self.slow = Stack(config.slow, device, dtype)
+        self.slow = Stack(config.slow, device, dtype, is_quantised=is_quantised)
         self.output = (
             self.embeddings
             if config.tie_word_embeddings
             else parameter(config.vocab_size, dim, device=device, dtype=dtype)
         )
-        self.fast = FastAR(config, device, dtype)
+        self.fast = FastAR(config, device, dtype, is_quantised=is_quantised)
 
     def finish_loading(self) -> None:
         """Derive what decoding precomputes from the weights and pack the matrices. Call it once,
@@ -157,6 +141,31 @@ class DualAR(nn.Module):
             if isinstance(module, Block):
                 module.finish_loading()
         pack(self.fast, "output", *(["project_in"] if self.config.needs_projection else []))
+
+    def use_kernels(self, kind: Kind) -> None:
+        """Pack the matrices for `ops` (matrix by matrix, freeing what they were made from) and run
+        on them from now on. Whole sequences (`forward`) cannot be run any more. Call it once, after
+        `finish_loading`.
+
+        Args:
+            kind: "bf16" keeps the weights, "bsfp8" quantises them unless they are quantised.
+        """
+        from model.dual_ar_cuda import FusedDualAR  # kernels are no concern of eager models
+
+        assert self._fused is None, "use_kernels is called once"
+        assert kind == "bsfp8" or not self.is_quantised, kind
+        self._fused = FusedDualAR(self, kind)
+
+    @property
+    def kind(self) -> str:
+        """How the blocks run: "eager", "bf16" or "bsfp8"."""
+        return "eager" if self._fused is None else self._fused.kind
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all weights."""
+        own = {t.data_ptr(): t.nbytes for t in (*self.parameters(), *self.buffers())}
+        return sum(own.values()) + (self._fused.nbytes if self._fused is not None else 0)
 
     @property
     def device(self) -> torch.device:
@@ -186,6 +195,7 @@ class DualAR(nn.Module):
             logits f32 [T, V] over the full vocabulary, hidden [T, C] as the fast AR receives it
             (after the final norm, before `project_in`).
         """
+        assert self._fused is None, "the packed model runs slots only"
         rope = self.slow.rope[: prompt.shape[1]]
         hidden = self.slow(self._embed(prompt), rope, attend_sequence)
         return reference.linear(hidden, self.output, None).float(), hidden
@@ -197,6 +207,9 @@ class DualAR(nn.Module):
             rows: i32 [1+K, T], T >= 1, on the model's device.
             start: positions of the slot that are valid already.
         """
+        if self._fused is not None:
+            self._fused.prefill(rows, cache, slot, start)
+            return
         num_positions = rows.shape[1]
         attend = cache.span(slot, start, num_positions)
         rope = self.slow.rope[start : start + num_positions]
@@ -208,28 +221,33 @@ class DualAR(nn.Module):
         """Start a stream: its first frame reads `row` at `position`, with an empty RAS window.
 
         Args:
-            row: i32 [1+K], the last prompt row, whose KV is not written yet. A pinned host tensor
-                is copied without waiting.
+            row: i32 [1+K], the last prompt row, whose KV is not written yet.
             position: number of positions of the slot that are prefilled.
         """
-        state.rows[slot].copy_(row, non_blocking=True)
-        state.position[slot].fill_(position)
-        state.window[slot].zero_()
-        state.frame_idx[slot].zero_()
-        state.temperature[slot].fill_(sampling.temperature)
-        state.top_p[slot].fill_(sampling.top_p)
-        state.top_k[slot].fill_(sampling.top_k)
-        state.seed[slot].fill_(sampling.seed)
+        started = state.start_words(slot, row.tolist(), position, sampling)
+        places, words = (torch.from_numpy(part).to(self.device) for part in started)
+        state.write(places, words)
 
-    def decode_frame(self, state: FrameState, slots: Tensor, cache: KVCache) -> Frame:
+    def decode_frame(
+        self,
+        state: FrameState,
+        slots: Tensor,
+        cache: KVCache,
+        on_choice: Callable[[Tensor], None] | None = None,
+    ) -> Frame:
         """Make one frame for each of the given slots and advance their state in place.
 
         Never waits for the device, and no shape depends on a value. In fp32 on the CPU the codes of
         a slot are the same bits whatever other slots are in the batch, in whatever order.
 
         Args:
-            slots: i64 [B], distinct.
+            slots: i64 [B], distinct; only the dummy slot of `state`, whose frames mean nothing, may
+                come more than once.
+            on_choice: called with `is_end` bool [B] between the slow and the fast AR, so that what
+                it enqueues, a copy to the host, runs before the rest of the frame.
         """
+        if self._fused is not None:
+            return self._fused.decode_frame(state, slots, cache, on_choice)
         rows, position = state.rows[slots], state.position[slots]
         attend = cache.steps(slots, position)
         hidden = self.slow(self._embed(rows.t()), self.slow.rope[position], attend)
@@ -237,11 +255,14 @@ class DualAR(nn.Module):
         sampler = self._sampler(state, slots)
         window = state.window[slots]
         choice = sampler.semantic(logits, window.squeeze(2), self.head_tokens)
+        is_end = choice == self.config.num_semantic
+        if on_choice is not None:
+            on_choice(is_end)
         code = self.head_codes[choice]
         codes = torch.stack([code, *self.fast(hidden, code, sampler, state.fast)], dim=1).int()
         token = self.head_tokens[choice]
         self._advance(state, slots, token, codes, window)
-        return Frame(codes, choice == self.config.num_semantic)
+        return Frame(codes, is_end)
 
     def _advance(
         self, state: FrameState, slots: Tensor, token: Tensor, codes: Tensor, window: Tensor
@@ -252,7 +273,7 @@ class DualAR(nn.Module):
         reference.prev_tokens_shift_inplace(window, remembered[:, None])
         state.window[slots] = window
         state.rows[slots] = torch.cat([token[:, None], codes], dim=1)
-        state.position[slots] += 1
+        state.position[slots] += slots != state.dummy_slot
         state.frame_idx[slots] = frame_idx + 1
 
     def _sampler(self, state: FrameState, slots: Tensor) -> FrameSampler:

@@ -6,12 +6,16 @@ every matrix packed the way its device multiplies fastest once it is loaded (`pa
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from model.config import StackConfig
 from model.kv_cache import Attend
 from ops import reference
+
+QUANT_BLOCK = 128  # rows and columns of a matrix that share a scale
 
 
 def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -28,18 +32,34 @@ def pack(module: nn.Module, *names: str) -> None:
 
 
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU, each added to the stream [R, C]."""
+    """Pre-norm attention and SwiGLU, each added to the stream [R, C].
 
-    def __init__(self, config: StackConfig, device: torch.device, dtype: torch.dtype) -> None:
+    A quantised block holds its matrices as e4m3 [out, in] with `NAME_scale` f32
+    [ceil(out/128), ceil(in/128)] beside each (value = data * scale). It only carries them: what
+    runs them is `model.dual_ar_cuda`.
+    """
+
+    def __init__(
+        self,
+        config: StackConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        is_quantised: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.is_quantised = is_quantised
         dim, num_rotated = config.dim, config.num_heads + config.num_kv_heads
         self.attention_norm = parameter(dim, device=device, dtype=dtype)
-        self.wqkv = parameter(config.qkv_dim, dim, device=device, dtype=dtype)
-        self.wo = parameter(dim, config.q_dim, device=device, dtype=dtype)
         self.ffn_norm = parameter(dim, device=device, dtype=dtype)
-        self.gate_up = parameter(2 * config.ffn_dim, dim, device=device, dtype=dtype)
-        self.down = parameter(dim, config.ffn_dim, device=device, dtype=dtype)
+        for name, rows, columns in (
+            ("wqkv", config.qkv_dim, dim),
+            ("wo", dim, config.q_dim),
+            ("gate_up", 2 * config.ffn_dim, dim),
+            ("down", dim, config.ffn_dim),
+        ):
+            self._add_matrix(name, rows, columns, device, dtype)
         self.qkv_bias = self.o_bias = self.qk_norm = None
         if config.has_qkv_bias:
             self.qkv_bias = parameter(config.qkv_dim, device=device, dtype=dtype)
@@ -48,9 +68,24 @@ class Block(nn.Module):
         if config.has_qk_norm:  # one row per head, so that queries and keys are one norm
             self.qk_norm = parameter(num_rotated, config.head_dim, device=device, dtype=dtype)
 
+    wqkv: Tensor
+    wo: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+    def _add_matrix(
+        self, name: str, rows: int, columns: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        if self.is_quantised:
+            blocks = math.ceil(rows / QUANT_BLOCK), math.ceil(columns / QUANT_BLOCK)
+            setattr(self, f"{name}_scale", parameter(*blocks, device=device, dtype=torch.float32))
+            dtype = torch.float8_e4m3fn
+        setattr(self, name, parameter(rows, columns, device=device, dtype=dtype))
+
     def finish_loading(self) -> None:
         """Pack the matrices; the block runs with or without."""
-        pack(self, "wqkv", "wo", "gate_up", "down")
+        if not self.is_quantised:
+            pack(self, "wqkv", "wo", "gate_up", "down")
 
     def forward(self, x: Tensor, layer: int, rope: Tensor, attend: Attend) -> Tensor:
         """Run the block on rows.
@@ -94,10 +129,20 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks and the final norm."""
 
-    def __init__(self, config: StackConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: StackConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        is_quantised: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(Block(config, device, dtype) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Block(config, device, dtype, is_quantised=is_quantised)
+            for _ in range(config.num_layers)
+        )
         self.norm = parameter(config.dim, device=device, dtype=dtype)
         self.rope: Tensor
         self.register_buffer(

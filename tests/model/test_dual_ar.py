@@ -308,5 +308,5 @@ def test_codes_follow_the_token(random_model):
         assert frame.codes.dtype == torch.int32 and frame.codes.shape == (1, 8)
         if not frame.is_end:
             assert state.rows[0, 0] == frame.codes[0, 0] + 256
-        assert state.position.tolist() == [19 + frame_idx]
-        assert state.frame_idx.tolist() == [frame_idx]
+        assert state.position.tolist() == [19 + frame_idx, 0]  # the dummy slot's is always 0
+        assert state.frame_idx.tolist() == [frame_idx, 0]
