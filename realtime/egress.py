@@ -28,6 +28,7 @@ from realtime.pingpong.messages import (
     TurnEnd,
 )
 from realtime.session.actions import EncodedAudio, EncodedPacket
+from realtime.threads import name_thread
 from realtime.wire import AudioFormat
 
 _SLOTS_PER_THREAD = 64
@@ -137,6 +138,7 @@ class Egress:
     # ------------------------------------------------------------------ egress threads
 
     def _run(self, inbox: queue.Queue[Event]) -> None:
+        name_thread("plosive-egress")
         while not self._is_stopping:
             try:
                 event = inbox.get(timeout=_POLL_S)

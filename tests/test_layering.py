@@ -19,7 +19,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench_ttfa": ("clients", "realtime.wire", "realtime.errors"),
     "realtime.errors": (),
     "realtime.wire": ("realtime.errors",),
-    "realtime.pingpong": ("ops", "model", "realtime.errors", "realtime.pingpong"),
+    "realtime.threads": (),
+    "realtime.pingpong": (
+        "ops",
+        "model",
+        "realtime.errors",
+        "realtime.threads",
+        "realtime.pingpong",
+    ),
     "realtime.pingpong.messages": (),
     "realtime.pingpong.api": ("realtime.pingpong.messages",),
     "realtime.session": (

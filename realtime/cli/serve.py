@@ -21,6 +21,7 @@ from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
 from realtime.hub import Hub
 from realtime.opus import load_opuslib
+from realtime.pingpong import tone
 from realtime.pingpong.api import Engine
 from realtime.server import create_app
 from realtime.voices import VoiceStore
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 def load_engine(config: ServerConfig) -> Engine:
     """The ping-pong engine on the configured model; the only function here that needs torch."""
+    if config.model.partition(":")[0] == tone.MODEL:
+        return tone.ToneEngine(tone.ToneConfig.parse(config.model, config.max_slots))
     is_embedded = config.model == "embedded"
     path = embedded_path() if is_embedded else Path(config.model)
     if not config.model.startswith("random:") and not path.is_dir():
