@@ -208,7 +208,9 @@ def _mix(x: Tensor) -> Tensor:
     return (x ^ (x >> 32)) * _MIX
 
 
-def gumbel_noise(seed: Tensor, frame_idx: Tensor, num_draws: int, num_tokens: int) -> Tensor:
+def gumbel_noise(
+    seed: Tensor, frame_idx: Tensor, num_draws: int, num_tokens: int, first_draw: int = 0
+) -> Tensor:
     """Gumbel noise that is a function of (seed, frame, draw, token) alone.
 
     Counter-based: what a stream draws depends on no other stream, on no batch and on no order of
@@ -217,11 +219,12 @@ def gumbel_noise(seed: Tensor, frame_idx: Tensor, num_draws: int, num_tokens: in
     Args:
         seed: i64 [B].
         frame_idx: i32 or i64 [B].
+        num_draws: of consecutive draws, from `first_draw` on.
 
     Returns:
         f32 [B, num_draws, num_tokens].
     """
-    draws = torch.arange(num_draws, device=seed.device)
+    draws = torch.arange(first_draw, first_draw + num_draws, device=seed.device)
     tokens = torch.arange(num_tokens, device=seed.device)
     stream = _mix(_mix(seed + _SEED_OFFSET) + frame_idx)
     keys = _mix(_mix(stream[:, None] + draws))

@@ -1,0 +1,180 @@
+"""Which code comes next, and what a stream carries into its next frame: one launch each on CUDA.
+
+The draws are those of `model/sampling.py`: filters on un-tempered probabilities, noise that is a
+function of (seed, frame, draw, token) alone. On CUDA `ops/csrc/sampling.cu`, elsewhere the plain
+definitions here. The hash is exact in both; sums of probabilities may differ in their last bits,
+so a draw can differ only where a cumulative probability equals top_p, or two scores each other, to
+within rounding.
+
+`draw_semantic` and `draw_codebook` are the same draws, and also store the codes and look up the
+input of the fast AR's next pass, which saves a launch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops import reference
+
+RAS_TEMPERATURE = 1.0
+RAS_TOP_P = 0.9
+MAX_TOP_K = 128  # ranks that are ever looked at; published servers use 30
+MIN_TEMPERATURE = 1e-5
+
+
+class Draws(NamedTuple):
+    """Whose draws: the rows of a batch, and sampling parameters by slot."""
+
+    slots: Tensor  # i64 [B]
+    temperature: Tensor  # f32 [N], 0 = always the best token
+    top_p: Tensor  # f32 [N]
+    top_k: Tensor  # i32 [N], 1 or more
+    seed: Tensor  # i64 [N]
+    frame_idx: Tensor  # i32 [N]
+    num_ranks: int = MAX_TOP_K  # at most this many ranks count, whatever top_k says
+
+
+class Head(NamedTuple):
+    """What the rows of the restricted head stand for: the semantic ids, then the end."""
+
+    tokens: Tensor  # i32 [n + 1], token ids
+    codes: Tensor  # i64 [n + 1], codebook 0
+
+
+class SemanticDraw(NamedTuple):
+    """The slow AR's choice, and what the fast AR starts with."""
+
+    choice: Tensor  # i64 [B], rows of the head; n is the end
+    is_end: Tensor  # bool [B]
+    x: Tensor  # [2B, C]: of every row the hidden state, then the embedding of its codebook 0
+
+
+def sample_semantic(logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor) -> Tensor:
+    """Choose among the semantic ids and the end, with repetition-aware sampling.
+
+    Args:
+        logits: f32 or bf16 [B, n + 1].
+        window: i32 [N, W, 1], last tokens of every slot.
+        head_tokens: i32 [n + 1].
+
+    Returns:
+        i64 [B], rows of the head; n is the end.
+    """
+    return _sample_semantic(logits, window, draws, head_tokens)
+
+
+def sample_codebook(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
+    """Choose the code of one residual codebook.
+
+    Args:
+        logits: f32 or bf16 [B, V].
+        codebook: 1..K-1.
+
+    Returns:
+        i64 [B].
+    """
+    return _sample_codebook(logits, codebook, draws)
+
+
+def draw_semantic(
+    logits: Tensor,
+    window: Tensor,
+    draws: Draws,
+    head: Head,
+    hidden: Tensor,
+    embeddings: Tensor,
+    codes: Tensor,
+) -> SemanticDraw:
+    """`sample_semantic`, and the fast AR's first two inputs.
+
+    Args:
+        hidden: [B, C], input 0 of the fast AR.
+        embeddings: [V, C], of the fast AR.
+        codes: i32 [B, K]; column 0 is written.
+    """
+    choice = _sample_semantic(logits, window, draws, head.tokens)
+    code = head.codes[choice]
+    codes[:, 0] = code
+    x = torch.stack([hidden, embeddings[code]], dim=1).flatten(0, 1)
+    return SemanticDraw(choice, choice == head.tokens.shape[0] - 1, x)
+
+
+def draw_codebook(
+    logits: Tensor, codebook: int, draws: Draws, embeddings: Tensor, codes: Tensor
+) -> Tensor:
+    """`sample_codebook`, and the fast AR's next input.
+
+    Args:
+        embeddings: [V, C], of the fast AR.
+        codes: i32 [B, K]; column `codebook` is written.
+
+    Returns:
+        [B, C], the embeddings of the codes.
+    """
+    code = _sample_codebook(logits, codebook, draws)
+    codes[:, codebook] = code
+    return embeddings[code]
+
+
+class Carried(NamedTuple):
+    """What a stream carries from frame to frame, by slot; the last slot is the dummy."""
+
+    rows: Tensor  # i32 [N, 1+K], next input
+    position: Tensor  # i64 [N], where it goes; the dummy's stays
+    window: Tensor  # i32 [N, W, 1], last tokens, oldest first
+    frame_idx: Tensor  # i32 [N]
+
+
+def advance(
+    carried: Carried, slots: Tensor, choice: Tensor, codes: Tensor, head_tokens: Tensor
+) -> None:
+    """Make the frame just sampled the next input: rows, position, window, frame index in place.
+
+    The window is shifted as `reference.prev_tokens_shift_inplace` shifts; the first token of a
+    stream is remembered as 0, because the published sampler clears the window after it.
+
+    Args:
+        slots, choice: i64 [B].
+        codes: i32 [B, K].
+        head_tokens: i32 [n + 1].
+    """
+    _advance(carried, slots, choice, codes, head_tokens)
+
+
+def _sample_semantic(logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor) -> Tensor:
+    ras = torch.full_like(draws.top_p, RAS_TOP_P), torch.full_like(draws.top_p, RAS_TEMPERATURE)
+    normal = _draw(logits, 0, draws, draws.top_p, draws.temperature.clamp(min=MIN_TEMPERATURE))
+    twin = _draw(logits, 1, draws, *ras)
+    recent = window[draws.slots].squeeze(2) == head_tokens[normal][:, None]
+    return torch.where(recent.any(1) & (normal < head_tokens.shape[0] - 1), twin, normal)
+
+
+def _sample_codebook(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
+    temperature = draws.temperature.clamp(min=MIN_TEMPERATURE)
+    return _draw(logits, codebook + 1, draws, draws.top_p, temperature)
+
+
+def _draw(logits: Tensor, draw: int, draws: Draws, top_p: Tensor, temperature: Tensor) -> Tensor:
+    slots, num_tokens = draws.slots, logits.shape[1]
+    top_k = torch.where(draws.temperature > 0, draws.top_k, 1)[slots]
+    num_ranks = min(MAX_TOP_K, draws.num_ranks, num_tokens)
+    thresholds = reference.removal_thresholds(top_p[slots], top_k, num_ranks)[:, None]
+    noise = reference.gumbel_noise(draws.seed[slots], draws.frame_idx[slots], 1, num_tokens, draw)
+    inv_temperature = temperature[slots].reciprocal()[:, None, None]
+    return reference.sample_top(logits.float(), noise, thresholds, inv_temperature).squeeze(1)
+
+
+def _advance(
+    carried: Carried, slots: Tensor, choice: Tensor, codes: Tensor, head_tokens: Tensor
+) -> None:
+    token, frame_idx = head_tokens[choice], carried.frame_idx[slots]
+    window = carried.window[slots]
+    remembered = torch.where(frame_idx > 0, token, 0)
+    reference.prev_tokens_shift_inplace(window, remembered[:, None])
+    carried.window[slots] = window
+    carried.rows[slots] = torch.cat([token[:, None], codes], dim=1)
+    carried.position[slots] += slots != carried.position.shape[0] - 1
+    carried.frame_idx[slots] = frame_idx + 1
