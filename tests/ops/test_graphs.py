@@ -1,0 +1,48 @@
+"""Batch sizes worth a graph, and the set of captured calls."""
+
+import pytest
+import torch
+
+from ops.graphs import GraphSet, bucket_sizes
+
+
+@pytest.mark.parametrize("max_size", [1, 2, 3, 7, 16, 17, 64, 65, 100, 512])
+def test_bucket_sizes_ascend_to_the_largest_and_pad_little(max_size):
+    sizes = bucket_sizes(max_size)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_size
+    for num_items in range(1, max_size + 1):
+        size = next(size for size in sizes if size >= num_items)
+        num_padding = size - num_items
+        assert num_padding < num_items, (num_items, size)
+        assert num_items <= 16 or num_padding <= size / 3, (num_items, size)
+
+
+def test_512_slots_need_few_graphs():
+    assert len(bucket_sizes(512)) <= 24
+
+
+def test_without_cuda_a_set_runs_the_call_itself_at_exactly_the_size_wanted():
+    calls = []
+    graphs = GraphSet(torch.device("cpu"), lambda size: calls.append(size) or size, [1, 2, 4])
+    graphs.capture(progress=lambda sizes: pytest.fail("nothing to show"))
+    assert graphs.sizes == () and graphs.nbytes == 0 and not calls
+    assert graphs.size_for(3) == 3 and graphs(3) == 3 and calls == [3]
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_captured_set_replays_what_the_call_does():
+    device = torch.device("cuda")
+    source = torch.randn(8, 64, device=device)
+    weight = torch.randn(64, 64, device=device)
+
+    def run(size: int) -> torch.Tensor:
+        return (source[:size] @ weight).sin()
+
+    graphs, shown = GraphSet(device, run, [1, 4, 8]), []
+    graphs.capture(lambda sizes: (shown.append(size) or size for size in sizes))
+    assert shown == [8, 4, 1] and graphs.sizes == (1, 4, 8) and graphs.nbytes >= 0
+    assert [graphs.size_for(n) for n in (1, 2, 4, 5, 8)] == [1, 4, 4, 8, 8]
+    for size in (4, 8, 1, 4):
+        source.copy_(torch.randn(8, 64, device=device))
+        assert torch.equal(graphs(size), run(size))
