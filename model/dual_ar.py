@@ -177,9 +177,24 @@ class DualAR(nn.Module):
         """Of weights, activations and KV."""
         return self.embeddings.dtype
 
-    def new_cache(self, num_slots: int, max_len: int) -> KVCache:
+    def new_cache(
+        self,
+        num_slots: int,
+        max_len: int,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
+    ) -> KVCache:
         """A KV cache of this model's shape, device and dtype."""
-        return KVCache(self.config, num_slots, max_len, self.device, self.dtype)
+        return KVCache(
+            self.config,
+            num_slots,
+            max_len,
+            self.device,
+            self.dtype,
+            page_size=page_size,
+            num_pages=num_pages,
+        )
 
     def new_frame_state(self, num_slots: int) -> FrameState:
         """Decode state for as many slots as the KV cache has."""

@@ -1,4 +1,4 @@
-"""Where attention keeps its keys and values: the slots of the slow AR and the fast AR's scratch.
+"""Where attention keeps its keys and values: the pages of the slow AR and the fast AR's scratch.
 
 A transformer block does not know which memory it runs on. It hands queries, keys and values of one
 layer to an `Attend` function, which stores what must be stored and answers with the attention. One
@@ -10,17 +10,20 @@ Slots are independent memory: one thread may write a slot while another writes a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from model.config import DualARConfig, StackConfig
+from model.pages import PageTable
 from ops import reference
 
 # (layer index, q [R, H, D], kv [R, 2, H_kv, D]) -> [R, H, D]
 Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+CUDA_PAGE = 32  # positions; kernels know it
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,17 @@ class Prefix:
 
 
 class KVCache:
-    """Keys and values of the slow AR for all slots.
+    """Keys and values of the slow AR for all slots, in pages of `page_size` positions.
 
-    State schema: `kv` [L, N, 2, H_kv, max_len, D], index 2 selects keys (0) or values (1). How many
-    positions of a slot are valid is the caller's integer: what lies behind is garbage that the next
-    write replaces, so rolling back needs no call.
+    State schema: `kv` [L, P, 2, H_kv, PAGE, D], index 2 selects keys (0) or values (1);
+    `page_table` i32 [num_slots + 1, max_pages]: position p of a slot is in page
+    page_table[slot, p // PAGE] at p % PAGE. Page 0 belongs to nobody and is the table's value where
+    a slot has no page; the last row of the table, the dummy slot, never has one.
+
+    How many positions of a slot are valid is the caller's integer: what lies behind is garbage (it
+    may be NaN) that nothing reads and the next write replaces, so rolling back needs no call.
+
+    On CUDA a page has 32 positions. Elsewhere it is the whole context by default: reads are views.
     """
 
     def __init__(
@@ -55,35 +64,92 @@ class KVCache:
         max_len: int,
         device: torch.device | str,
         dtype: torch.dtype,
+        *,
+        page_size: int | None = None,
+        num_pages: int | None = None,
     ) -> None:
-        slow = config.slow
+        """Without `num_pages` every slot has pages for `max_len` positions, for ever; with it no
+        slot has any until `assign`."""
+        slow, device = config.slow, torch.device(device)
         assert 0 < max_len <= slow.max_len, (max_len, slow.max_len)
-        shape = (slow.num_layers, num_slots, 2, slow.num_kv_heads, max_len, slow.head_dim)
-        # Zeros, not garbage: masked attention multiplies what lies behind a slot's length by 0.
-        self.kv = torch.zeros(shape, device=device, dtype=dtype)
         self.num_slots = num_slots
         self.max_len = max_len
+        self.page_size = page_size or (CUDA_PAGE if device.type == "cuda" else max_len)
+        self.max_pages = self.num_pages_of(max_len)
+        self.num_pages = num_pages or 1 + num_slots * self.max_pages
+        shape = (slow.num_layers, self.num_pages, 2, slow.num_kv_heads)
+        # Not zeroed: on the CPU memory that is never written is never taken from the system.
+        self.kv = torch.empty(*shape, self.page_size, slow.head_dim, device=device, dtype=dtype)
+        self._table = PageTable(num_slots, self.max_pages, device)
+        if num_pages is None:
+            for slot in range(num_slots):
+                first = 1 + slot * self.max_pages
+                self.assign(slot, range(first, first + self.max_pages))
+
+    @property
+    def page_table(self) -> Tensor:
+        """i32 [num_slots + 1, max_pages], on the device."""
+        return self._table.on_device
+
+    def num_pages_of(self, num_positions: int) -> int:
+        """Pages that hold as many positions."""
+        return -(-num_positions // self.page_size)
+
+    def pages(self, slot: int) -> tuple[int, ...]:
+        """The pages of a slot, in the order of their positions."""
+        return self._table.of(slot)
+
+    def assign(self, slot: int, pages: Sequence[int]) -> None:
+        """Give a slot its pages, in stream order; called by the thread that owns the slot."""
+        self._table.assign(slot, pages)
+
+    def copy_page(self, source: int, target: int, num_positions: int) -> None:
+        """Copy the first positions of a page."""
+        assert 0 < num_positions <= self.page_size, (num_positions, self.page_size)
+        self.kv[:, target, :, :, :num_positions].copy_(self.kv[:, source, :, :, :num_positions])
+
+    def read(self, slot: int, length: int) -> Tensor:
+        """Positions 0..length-1 of a slot, copied: [L, 2, H_kv, length, D]."""
+        table = self.page_table[slot : slot + 1, : self.num_pages_of(length)]
+        return torch.cat([_gather(pages, table) for pages in self.kv])[:, :, :, :length].clone()
 
     def copy_prefix(self, prefix: Prefix, slot: int) -> None:
         """Write positions 0..prefix.length-1 of a slot."""
-        assert prefix.length <= self.max_len, (prefix.length, self.max_len)
-        self.kv[:, slot, :, :, : prefix.length].copy_(prefix.kv)
+        for idx, page in enumerate(self.pages(slot)[: self.num_pages_of(prefix.length)]):
+            kv = prefix.kv[:, :, :, idx * self.page_size : (idx + 1) * self.page_size]
+            self.kv[:, page, :, :, : kv.shape[3]].copy_(kv)
 
     def snapshot(self, slot: int, length: int) -> Prefix:
         """Copy positions 0..length-1 of a slot."""
-        assert 0 < length <= self.max_len, (length, self.max_len)
-        return Prefix(self.kv[:, slot, :, :, :length].clone())
+        return Prefix(self.read(slot, length))
 
     def span(self, slot: int, start: int, num_positions: int) -> Attend:
         """Prefill: consecutive positions of one slot, each reading all before it."""
         stop = start + num_positions
         assert 0 <= start < stop <= self.max_len, (start, stop, self.max_len)
-        layers = self.kv[:, slot, :, :, :stop].unbind(0)
+        num_pages = self.num_pages_of(stop)
+        assert num_pages <= len(self.pages(slot)), (slot, stop, self.pages(slot))
+        if num_pages > 1:
+            return self._span_over_pages(slot, start, stop)
+        layers = self.kv[:, self.pages(slot)[0], :, :, :stop].unbind(0)
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             memory = layers[layer]
             memory[:, :, start:].copy_(kv.permute(1, 2, 0, 3))
             return reference.causal_attention(q, memory[0], memory[1])
+
+        return attend
+
+    def _span_over_pages(self, slot: int, start: int, stop: int) -> Attend:
+        table = self.page_table[slot : slot + 1, : self.num_pages_of(stop)]
+        positions = torch.arange(start, stop, device=self.kv.device)
+        pages, offsets = table[0, positions // self.page_size], positions % self.page_size
+
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            memory = self.kv[layer]
+            memory[pages, :, :, offsets] = kv
+            k, v = _gather(memory, table)[0, :, :, :stop].unbind(0)
+            return reference.causal_attention(q, k, v)
 
         return attend
 
@@ -99,19 +165,29 @@ class KVCache:
 
     def _steps_masked(self, slots: Tensor, positions: Tensor) -> Attend:
         """Elsewhere values are not at hand without waiting, so no shape may depend on them."""
+        tables = self.page_table[slots].long()
+        pages = tables.gather(1, (positions // self.page_size)[:, None])[:, 0]
+        offsets = positions % self.page_size
+        reach = torch.arange(self.max_pages * self.page_size, device=self.kv.device)
+        is_valid = reach <= positions[:, None]
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             memory = self.kv[layer]
-            memory[slots, :, :, positions] = kv
-            return reference.slot_attention(q, memory, slots, positions)
+            memory[pages, :, :, offsets] = kv
+            read = _gather(memory, tables)
+            # A mask alone does not do: 0 times a NaN that lies behind is NaN.
+            k, v = torch.where(is_valid[:, None, None, :, None], read, 0).unbind(1)
+            return reference.grouped_attention(q, k, v, is_valid)
 
         return attend
 
     def _steps_by_row(self, slots: list[int], positions: list[int]) -> Attend:
         """On the CPU values are at hand, so each slot is read up to its own length: less to read,
         and the bits of a row cannot depend on how long the other rows are."""
+        if max(positions) >= self.page_size:
+            return self._steps_over_pages(slots, positions)
         rows = [
-            self.kv[:, slot, :, :, : position + 1].unbind(0)
+            self.kv[:, self._table.page_at(slot, 0), :, :, : position + 1].unbind(0)
             for slot, position in zip(slots, positions, strict=True)
         ]
 
@@ -128,11 +204,37 @@ class KVCache:
 
         return attend
 
+    def _steps_over_pages(self, slots: list[int], positions: list[int]) -> Attend:
+        tables = [
+            self.page_table[slot : slot + 1, : self.num_pages_of(position + 1)]
+            for slot, position in zip(slots, positions, strict=True)
+        ]
+        offsets = [position % self.page_size for position in positions]
+
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            memory, outputs = self.kv[layer], []
+            for row, table in enumerate(tables):
+                memory[table[0, -1], :, :, offsets[row]].copy_(kv[row])
+                read = _gather(memory, table)[:, :, :, : positions[row] + 1]
+                k, v = read.unbind(1)
+                outputs.append(reference.grouped_attention(q[row : row + 1], k, v))
+            return torch.cat(outputs)
+
+        return attend
+
+
+def _gather(memory: Tensor, tables: Tensor) -> Tensor:
+    """Whole pages of one layer [P, 2, H_kv, PAGE, D] in the order of tables [B, n], copied:
+    [B, 2, H_kv, n * PAGE, D]."""
+    pages = memory.index_select(0, tables.flatten()).view(*tables.shape, *memory.shape[1:])
+    return pages.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+
 
 class FrameCache:
     """Keys and values of the fast AR inside one frame; its content never outlives the frame.
 
-    State schema: `kv` [L, 2, N, H_kv, K, D], row b of the batch, not the slot, is the index into N.
+    State schema: `layers`, of each [2, N, H_kv, K, D]; row b of the batch, not the slot, is the
+    index into N.
     """
 
     def __init__(
@@ -144,7 +246,7 @@ class FrameCache:
         dtype: torch.dtype,
     ) -> None:
         shape = (2, num_rows, config.num_kv_heads, num_positions, config.head_dim)
-        self._layers = [
+        self.layers = [
             torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
         ]
 
@@ -153,7 +255,7 @@ class FrameCache:
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             num_rows = q.shape[0] // num_positions
-            memory = self._layers[layer][:, :num_rows]
+            memory = self.layers[layer][:, :num_rows]
             new = kv.view(num_rows, num_positions, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
             memory[:, :, :, start : start + num_positions].copy_(new)
             if num_positions == 1:
