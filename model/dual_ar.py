@@ -154,6 +154,8 @@ class DualAR(nn.Module):
 
         assert self._fused is None, "use_kernels is called once"
         assert kind == "bsfp8" or not self.is_quantised, kind
+        if not self.config.tie_word_embeddings:
+            del self.output  # only `forward` reads it
         self._fused = FusedDualAR(self, kind)
 
     @property
@@ -164,8 +166,14 @@ class DualAR(nn.Module):
     @property
     def nbytes(self) -> int:
         """Memory of all weights."""
-        own = {t.data_ptr(): t.nbytes for t in (*self.parameters(), *self.buffers())}
-        return sum(own.values()) + (self._fused.nbytes if self._fused is not None else 0)
+        own = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()))
+        return own + (self._fused.nbytes if self._fused is not None else 0)
+
+    @property
+    def semantic_ids(self) -> tuple[int, int]:
+        """First and last token id whose rows carry codes."""
+        begin, end, _ = self._ids()
+        return begin, end
 
     @property
     def device(self) -> torch.device:

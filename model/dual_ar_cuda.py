@@ -1,0 +1,261 @@
+"""The DualAR as fused rows: what decoding and prefill run once the weights are packed for kernels.
+
+A row is one position of one slot. A decode step is B rows of B slots, a prefill chunk is rows of one
+slot at consecutive positions; both go through the same blocks and the same packed weights. Every op
+dispatches on the device, so this runs on a CPU as well (through the ops' PyTorch definitions),
+where it is tested against the eager model.
+
+With kind "bsfp8" the matrices of the blocks are e4m3 with a scale per 128x128 block, and what they
+multiply is quantised per 128 values of a row by the op that makes it. Embeddings, norms, heads and
+the projection between the stacks stay in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from model.config import StackConfig
+from model.frame_state import Frame, FrameState
+from model.kv_cache import KVCache
+from model.layers import Block, Stack
+from model.sampling import MAX_TOP_K
+from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
+from ops.embedding import embed_rows
+from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
+from ops.quantize import Activation, Kind, quantize_weight, rms_norm
+from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_semantic
+
+if TYPE_CHECKING:
+    from model.dual_ar import DualAR
+
+MAX_PREFILL_ROWS = 128  # the linear kernels' widest batch
+
+# (layer, block, qkv [M, H + 2 H_kv, D]) -> [M, H * D]
+Attend = Callable[[int, "FusedBlock", Tensor], Activation]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedBlock:
+    """A block with packed matrices; its own are freed."""
+
+    config: StackConfig
+    kind: Kind
+    attention_norm: Tensor
+    wqkv: PackedWeight
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None
+    wo: PackedWeight
+    o_bias: Tensor | None
+    ffn_norm: Tensor
+    gate_up: PackedWeight
+    down: PackedWeight
+
+    @classmethod
+    def take(cls, block: Block, kind: Kind) -> FusedBlock:
+        return cls(
+            config=block.config,
+            kind=kind,
+            attention_norm=block.attention_norm,
+            wqkv=_take(block, "wqkv", kind),
+            qkv_bias=block.qkv_bias,
+            qk_norm=block.qk_norm,
+            wo=_take(block, "wo", kind),
+            o_bias=block.o_bias,
+            ffn_norm=block.ffn_norm,
+            gate_up=_take(block, "gate_up", kind, is_gate_up=True),
+            down=_take(block, "down", kind),
+        )
+
+    def project(self, x: Tensor) -> Tensor:
+        """[M, C] -> queries, keys and values [M, H + 2 H_kv, D], neither normed nor rotated."""
+        normed = rms_norm(x, self.attention_norm, self.config.norm_eps, self.kind)
+        qkv = linear(normed, self.wqkv, bias=self.qkv_bias)
+        return qkv.view(x.shape[0], -1, self.config.head_dim)
+
+    def forward(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
+        """[M, C] -> [M, C]."""
+        attended = attend(layer, self, self.project(x))
+        x = linear(attended, self.wo, bias=self.o_bias, residual=x)
+        normed = rms_norm(x, self.ffn_norm, self.config.norm_eps, self.kind)
+        return linear(gate_up_swiglu(normed, self.gate_up), self.down, residual=x)
+
+
+class FusedStack:
+    """Fused blocks, the final norm and the RoPE table of a stack."""
+
+    def __init__(self, stack: Stack, kind: Kind) -> None:
+        self.config = stack.config
+        self.rope = stack.rope
+        self.norm = stack.norm
+        self.blocks: list[FusedBlock] = []
+        for (
+            block
+        ) in stack.layers:  # one after the other: a block is freed before the next is packed
+            assert isinstance(block, Block)
+            self.blocks.append(FusedBlock.take(block, kind))
+
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """[M, C] -> [M, C], before the final norm."""
+        for layer, block in enumerate(self.blocks):
+            x = block.forward(x, layer, attend)
+        return x
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """[M, C] -> [M, C] in the model's dtype, for heads."""
+        normed = rms_norm(x, self.norm, self.config.norm_eps, "bf16")
+        assert isinstance(normed, Tensor)
+        return normed
+
+
+class FusedDualAR:
+    """Takes the matrices out of a loaded DualAR, which keeps the rest and the interface."""
+
+    def __init__(self, model: DualAR, kind: Kind) -> None:
+        self.kind = kind
+        config = model.config
+        self._num_codebooks = config.num_codebooks
+        self._num_ranks = min(MAX_TOP_K, config.num_semantic, config.codebook_size)
+        self._semantic_ids = model.semantic_ids
+        self._embeddings = model.embeddings
+        self._codebook_embeddings = model.codebook_embeddings
+        self._fast_embeddings = model.fast.embeddings
+        self._head = Head(model.head_tokens, model.head_codes)
+        self._slow = FusedStack(model.slow, kind)
+        self._fast = FusedStack(model.fast.stack, kind)
+        self._semantic_head = _take(model, "restricted_head", "bf16")
+        self._code_head = _take(model.fast, "output", "bf16")
+        self._project_in, self._project_in_bias = None, model.fast.project_in_bias
+        if config.needs_projection:
+            self._project_in = _take(model.fast, "project_in", "bf16")
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed weights."""
+        blocks = [*self._slow.blocks, *self._fast.blocks]
+        packed = [w for b in blocks for w in (b.wqkv, b.wo, b.gate_up, b.down)]
+        packed += [self._semantic_head, self._code_head]
+        packed += [self._project_in] if self._project_in is not None else []
+        return sum(weight.nbytes for weight in packed)
+
+    def prefill(self, rows: Tensor, cache: KVCache, slot: int, start: int) -> None:
+        """See `DualAR.prefill`."""
+        for begin in range(0, rows.shape[1], MAX_PREFILL_ROWS):
+            chunk = rows[:, begin : begin + MAX_PREFILL_ROWS]
+            self._prefill_chunk(chunk, cache, slot, start + begin)
+
+    def _prefill_chunk(self, rows: Tensor, cache: KVCache, slot: int, start: int) -> None:
+        num_rows = rows.shape[1]
+        slots = torch.full((num_rows,), slot, device=rows.device)
+        positions = torch.arange(start, start + num_rows, device=rows.device)
+        x = self._embed(rows.t().contiguous(), None)
+
+        def append(layer: int, block: FusedBlock, qkv: Tensor) -> Tensor:
+            return rope_append(
+                *(qkv, block.qk_norm, block.config.norm_eps, self._slow.rope),
+                *(cache.kv[layer], cache.page_table, slots, positions),
+            )
+
+        def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
+            q, memory = append(layer, block, qkv), (cache.kv[layer], cache.page_table)
+            return paged_attention(q, *memory, slots, positions, block.kind)
+
+        *blocks, last = self._slow.blocks
+        for layer, block in enumerate(blocks):
+            x = block.forward(x, layer, attend)
+        append(len(blocks), last, last.project(x))
+
+    def decode_frame(
+        self,
+        state: FrameState,
+        slots: Tensor,
+        cache: KVCache,
+        on_choice: Callable[[Tensor], None] | None,
+    ) -> Frame:
+        """See `DualAR.decode_frame`."""
+        hidden = self._decode_hidden(state, slots, cache)
+        draws = Draws(
+            slots,
+            *(state.temperature, state.top_p, state.top_k, state.seed, state.frame_idx),
+            num_ranks=self._num_ranks,
+        )
+        codes = torch.empty(len(slots), self._num_codebooks, dtype=torch.int32, device=slots.device)
+        logits = linear(hidden, self._semantic_head)
+        if self._project_in is not None:
+            hidden = linear(hidden, self._project_in, bias=self._project_in_bias)
+        draw = draw_semantic(
+            logits, state.window, draws, self._head, hidden, self._fast_embeddings, codes
+        )
+        if on_choice is not None:
+            on_choice(draw.is_end)
+        self._decode_codes(draw.x, state, draws, codes)
+        carried = Carried(state.rows, state.position, state.window, state.frame_idx)
+        advance(carried, slots, draw.choice, codes, self._head.tokens)
+        return Frame(codes, draw.is_end)
+
+    def _decode_hidden(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
+        """[B, C], the slow AR's hidden state after the final norm."""
+        positions = state.position.index_select(0, slots)
+
+        def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
+            return decode_attention(
+                *(qkv, block.qk_norm, block.config.norm_eps, self._slow.rope),
+                *(cache.kv[layer], cache.page_table, slots, positions, block.kind),
+            )
+
+        x = self._embed(state.rows, slots)
+        return self._slow.final_norm(self._slow.forward(x, attend))
+
+    def _decode_codes(self, x: Tensor, state: FrameState, draws: Draws, codes: Tensor) -> None:
+        """Sample the residual codebooks into columns 1..K-1 of `codes`.
+
+        Positions 0 (the hidden state) and 1 (codebook 0) are known together and run as one pass.
+
+        Args:
+            x: [2B, C], laid out [B, 2].
+            codes: i32 [B, K].
+        """
+        start, num_rows = 0, len(codes)
+        for codebook in range(1, self._num_codebooks):
+            x = self._fast.forward(x, self._frame_attend(state, start, codebook + 1 - start))
+            last = x.view(num_rows, -1, x.shape[1])[:, -1].contiguous()
+            logits = linear(self._fast.final_norm(last), self._code_head)
+            x = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes)
+            start = codebook + 1
+
+    def _frame_attend(self, state: FrameState, start: int, num_positions: int) -> Attend:
+        def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
+            return frame_attention(
+                *(qkv, block.qk_norm, block.config.norm_eps, self._fast.rope),
+                *(state.fast.layers[layer], start, num_positions, block.kind),
+            )
+
+        return attend
+
+    def _embed(self, rows: Tensor, slots: Tensor | None) -> Tensor:
+        return embed_rows(
+            rows, slots, self._embeddings, self._codebook_embeddings, self._semantic_ids
+        )
+
+
+def _take(module: nn.Module, name: str, kind: Kind, *, is_gate_up: bool = False) -> PackedWeight:
+    """Pack a matrix of a module and drop it from there; its memory is free when this returns."""
+    data, scale = _pop(module, name), _pop(module, f"{name}_scale")
+    assert data is not None, name
+    if scale is None and kind == "bf16":
+        return pack_bf16(data, is_gate_up=is_gate_up)
+    if scale is None:
+        data, scale = quantize_weight(data)
+    return pack_fp8(data, scale, is_gate_up=is_gate_up)
+
+
+def _pop(module: nn.Module, name: str) -> Tensor | None:
+    tensor: Tensor | None = getattr(module, name, None)
+    if tensor is None:
+        return None
+    delattr(module, name)
+    return tensor.to_dense() if tensor.is_mkldnn else tensor.detach()
