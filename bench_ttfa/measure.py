@@ -9,7 +9,7 @@ DEFINITIONS = {
     "audio packet received; negative if speech began while text was still arriving",
     "ttfa_first_text_ms": "the same from just before the first text is sent",
     "ttfa_audible_ms": "ttfa_ms + leading silence: start of the first 10 ms of decoded audio "
-    "whose level reaches -45 dBFS",
+    "whose level reaches -45 dBFS; of a sample of the turns where there are many",
     "server_ttfa_ms": "server clock, turn.done metrics: commit parsed -> first packet handed to "
     "the socket",
     "timeline_ms": "server clock, turn.done metrics: each stage, from the commit",
@@ -19,6 +19,11 @@ DEFINITIONS = {
     "what has arrived; per stream. A stream of one packet has none",
     "c50": "share of streams (of more than one packet) whose worst gap is <= 50 ms",
     "c100": "share of streams (of more than one packet) whose worst gap is <= 100 ms",
+    "paced": "a level whose sessions listen in real time: the next turn begins when the last one has "
+    "been heard; what is under way when the level ends is cut, and counts for continuity alone",
+    "host_us_per_packet": "CPU time of the server's threads and child processes, by name, per packet "
+    "that the clients received, over the measured window",
+    "server_metrics": "the server's /metrics: what counters grew by in the level, gauges at its end",
     "real_time_factor": "(commit sent -> last packet received) / length of the audio, per stream",
     "throughput": "seconds of audio received per second of the measured window, all streams",
     "load_generation_valid": "the clients were not the bottleneck: p99 of their event-loop lag "

@@ -16,8 +16,11 @@ class Progress:
     num_done: int  # turns, those of the warm-up included
     num_turns: int
     elapsed_s: float
+    of_s: float | None = None  # of a level that lasts a given time
 
     def __str__(self) -> str:
+        if self.of_s is not None:
+            return f"{self.num_done} turns, {self.elapsed_s:.0f} s (level of {self.of_s:g} s)"
         line = f"{self.num_done}/{self.num_turns} turns, {self.elapsed_s:.0f} s"
         if not self.num_done:
             return line

@@ -13,7 +13,8 @@ from bench_ttfa.measure import (
     continuity,
     stats,
 )
-from bench_ttfa.run import LevelResult, SweepResult, window_s
+from bench_ttfa.run import LevelResult, SweepResult, ThreadTimes, window_s
+from bench_ttfa.scrape import difference
 from bench_ttfa.system import describe_machine, describe_software
 from bench_ttfa.worker import TurnRecord
 
@@ -51,6 +52,7 @@ def summarize(result: SweepResult, stamp: str) -> dict[str, Any]:
 def _config(result: SweepResult) -> dict[str, Any]:
     config = asdict(result.config)
     config["connection"]["format"] = result.config.connection.format.model_dump()
+    del config["connection"]["api_key"]
     return config
 
 
@@ -78,6 +80,9 @@ def _level(result: LevelResult) -> dict[str, Any]:
         "client_lag_ms": _stats([lag for each in result.workers for lag in each.lag_ms]),
         "server_resident_mib": _stats(result.resident_mib),
         "timeline_ms": _timeline(good),
+        "num_cut": sum(turn.is_cut for turn in turns),
+        "host_us_per_packet": host_us_per_packet(result),
+        "server_metrics": difference(result.metrics_before, result.metrics_after),
     }
     for name in _DISTRIBUTIONS:
         values = [_figure(turn, name) for turn in good]
@@ -101,8 +106,31 @@ def invalid_because(result: LevelResult, turns: list[TurnRecord]) -> list[str]:
     return reasons
 
 
+def host_us_per_packet(result: LevelResult) -> dict[str, dict[str, float]]:
+    """CPU time (user, system) of each of the server's threads per packet that the clients got."""
+    num_packets = sum(turn.num_packets for each in result.workers for turn in each.turns)
+    starts_s = min(each.started_s for each in result.workers)
+    ends_s = max(each.ended_s for each in result.workers)
+    inside = [(t_s, times) for t_s, times in result.cpu if starts_s <= t_s <= ends_s]
+    if len(inside) < 2 or not num_packets:
+        return {}
+    (first_s, first), (last_s, last) = inside[0], inside[-1]
+    in_window = num_packets * (last_s - first_s) / (ends_s - starts_s)
+    return {name: _per_packet(first, last, name, in_window) for name in sorted(last)}
+
+
+def _per_packet(
+    first: ThreadTimes, last: ThreadTimes, name: str, num_packets: float
+) -> dict[str, float]:
+    before = first.get(name, (0.0, 0.0))
+    user, system = (1e6 * (last[name][i] - before[i]) / num_packets for i in range(2))
+    return {"user": round(user, 2), "system": round(system, 2)}
+
+
 def _figure(turn: TurnRecord, name: str) -> float | None:
     if name == "real_time_factor":
+        if turn.is_cut:
+            return None
         return turn.generation_ms / turn.audio_ms if turn.audio_ms else None
     value: float | None = getattr(turn, name)
     return value
@@ -150,15 +178,17 @@ def table(summary: dict[str, Any]) -> str:
     rows.append([name, *(_triple(level[name], digits=3) for level in levels)])
     rows.append(["audio s per s", *(f"{level['throughput']:.2f}" for level in levels)])
     rows.append(["frames per s", *(f"{level['frames_per_s']:.1f}" for level in levels)])
+    if any(level["host_us_per_packet"] for level in levels):
+        rows.append(["host us per packet", *(_host(level) for level in levels)])
     rows.append(["server MiB", *(_peak(level["server_resident_mib"]) for level in levels)])
     rows.append(["load valid", *(_valid(level) for level in levels)])
     stages = dict.fromkeys(stage for level in levels for stage in level["timeline_ms"])
     for stage in stages:
         rows.append([f"  {stage}", *(_triple(level["timeline_ms"].get(stage)) for level in levels)])
-    return "\n".join([*_align(rows), *_notes(summary)])
+    return "\n".join([*align(rows), *_notes(summary)])
 
 
-def _align(rows: list[list[str]]) -> list[str]:
+def align(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[idx]) for row in rows) for idx in range(len(rows[0]))]
     return [
         "  ".join(
@@ -212,6 +242,11 @@ def _turns(level: dict[str, Any]) -> str:
 def _continuity(level: dict[str, Any]) -> str:
     shares = [level["c50"], level["c100"]]
     return " / ".join("N/A" if share is None else f"{share:.0%}" for share in shares)
+
+
+def _host(level: dict[str, Any]) -> str:
+    threads = level["host_us_per_packet"].values()
+    return f"{sum(each['user'] + each['system'] for each in threads):.0f}" if threads else "-"
 
 
 def _peak(each: dict[str, float] | None) -> str:

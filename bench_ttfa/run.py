@@ -10,14 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from bench_ttfa import worker
+from bench_ttfa.measure import continuity
 from bench_ttfa.progress import Progress
-from bench_ttfa.system import peak_resident_mib, resident_mib
+from bench_ttfa.scrape import scrape
+from bench_ttfa.system import peak_resident_mib, resident_mib, thread_times
 from bench_ttfa.worker import Arrival, Connection, Plan, WorkerResult
 from bench_ttfa.workload import Kind, TextSource, poisson_arrivals_s
 from clients import ConnectionFailed, connect
 from clients.voices import list_voices
 
 OPEN_LOOP_CONCURRENCY = 32  # arrivals that share one client process
+PACED_PER_PROCESS = 64  # sessions: 3,200 packets/s, about 0.4 of a core
+MAX_TURNS_PER_S = 4.0  # of one session, for which a timed level has texts
 UNPACED_MS = 600_000
 NUM_READY_PROBES = 20
 _POLL_S = 0.25
@@ -25,19 +29,32 @@ _MAX_RETRIES = 100
 _RETRY_S = 0.05
 
 
+ThreadTimes = dict[str, tuple[float, float]]
+
+
 @dataclass(frozen=True)
 class Level:
     """One load. Closed loop: `concurrency` sessions, each says its next turn when the last is
-    done. Open loop: turns arrive at `rate_per_s`, whatever the server does."""
+    done. Open loop: turns arrive at `rate_per_s`, whatever the server does. Paced: `concurrency`
+    sessions, each says its next turn when a listener has heard the last. A level ends after
+    `seconds` where they are given (paced ones always), else after `num_turns`."""
 
-    mode: Literal["closed", "open"]
+    mode: Literal["closed", "open", "paced"]
     num_turns: int
     concurrency: int = 0
     rate_per_s: float = 0.0
+    seconds: float | None = None
+    voice: str | None = None  # instead of the connection's
+    num_chars: int | None = None  # of each text, about; None: as the texts come
+    label: str = ""
 
     @property
     def name(self) -> str:
-        return f"c={self.concurrency}" if self.mode == "closed" else f"{self.rate_per_s:g}/s"
+        if self.label:
+            return self.label
+        if self.mode == "open":
+            return f"{self.rate_per_s:g}/s"
+        return f"c={self.concurrency}" if self.mode == "closed" else f"{self.concurrency} paced"
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,7 @@ class Config:
     kind: Kind = "mixed"
     warmup_turns: int = 2  # of each session (open loop: each process), before the measurement
     sessions_per_process: int = 8
+    keeps_going: bool = False  # to more paced streams than those whose continuity broke
 
 
 @dataclass
@@ -54,6 +72,9 @@ class LevelResult:
     level: Level
     workers: list[WorkerResult]
     resident_mib: list[float] = field(default_factory=list)
+    cpu: list[tuple[float, ThreadTimes]] = field(default_factory=list)  # at monotonic times
+    metrics_before: dict[str, float] = field(default_factory=dict)  # of the server's /metrics
+    metrics_after: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,34 +100,51 @@ def sweep(
     texts = TextSource(config.connection.seed, config.kind)
     on_step("session starts")
     asyncio.run(_probe_ready(config.connection, result))
+    is_broken = False
     for level in config.levels:
-        on_step(f"{level.name}: {level.num_turns} turns")
-        result.levels.append(_run_level(level, config, texts, server_pid, on_progress))
+        if level.mode == "paced" and is_broken and not config.keeps_going:
+            on_step(f"{level.name}: left out, continuity broke before")
+            continue
+        on_step(f"{level.name}: {level.seconds:g} s" if level.seconds else _num_turns(level))
+        done = _run_level(level, config, texts, server_pid, on_progress)
+        result.levels.append(done)
+        is_broken = is_broken or (level.mode == "paced" and not is_continuous(done))
     if server_pid is not None:
         result.server_peak_mib = peak_resident_mib(server_pid)
     return result
 
 
+def _num_turns(level: Level) -> str:
+    return f"{level.name}: {level.num_turns} turns"
+
+
+def is_continuous(result: LevelResult) -> bool:
+    """No stream failed or stalled for more than 100 ms."""
+    turns = [turn for each in result.workers for turn in each.turns]
+    share = continuity([turn.worst_gap_ms for turn in turns], 100.0)
+    return share == 1.0 and not any(turn.error for turn in turns)
+
+
 async def _probe_ready(connection: Connection, result: SweepResult) -> None:
     """Every voice once, then one voice often; the server says which starts it had cached."""
-    voices = await asyncio.to_thread(list_voices, connection.url)
+    voices = await asyncio.to_thread(list_voices, connection.url, api_key=connection.api_key)
     names = [voice.name for voice in voices]
     for voice in [*names, *[connection.voice] * NUM_READY_PROBES]:
-        ready_ms, is_cached = await _time_ready(connection.url, voice)
+        ready_ms, is_cached = await _time_ready(connection, voice)
         (result.ready_cached_ms if is_cached else result.ready_cold_ms).append(ready_ms)
 
 
-async def _time_ready(url: str, voice: str | None) -> tuple[float, bool]:
+async def _time_ready(connection: Connection, voice: str | None) -> tuple[float, bool]:
     """A slot comes free shortly after its session has gone, so a full server is asked again."""
     for _ in range(_MAX_RETRIES):
         try:
-            async with connect(url, voice=voice) as session:
+            async with connect(connection.url, voice=voice, api_key=connection.api_key) as session:
                 return session.ready_ms, session.ready.cached
         except ConnectionFailed as error:
             if error.status != 503:
                 raise
             await asyncio.sleep(_RETRY_S)
-    raise ConnectionFailed(f"{url} stays full", status=503)
+    raise ConnectionFailed(f"{connection.url} stays full", status=503)
 
 
 def _run_level(
@@ -121,6 +159,7 @@ def _run_level(
     num_done, num_turns = spawn.Value("i", 0), sum(plan.num_turns for plan in plans)
     shared = (spawn.Barrier(len(plans)), num_done)
     result = LevelResult(level, [])
+    result.metrics_before = scrape(config.connection.url, config.connection.api_key)
     started_s = time.monotonic()
     with ProcessPoolExecutor(
         len(plans), mp_context=spawn, initializer=worker.prepare, initargs=shared
@@ -130,10 +169,11 @@ def _run_level(
             is_over = False
             while not is_over:  # a level that is over at once is shown too
                 is_over = not wait(futures, timeout=_POLL_S).not_done
-                _note_memory(server_pid, result.resident_mib)
+                _watch_server(server_pid, result)
                 elapsed_s = time.monotonic() - started_s
-                on_progress(Progress(num_done.value, num_turns, elapsed_s))
+                on_progress(Progress(num_done.value, num_turns, elapsed_s, level.seconds))
             result.workers = [future.result() for future in futures]
+            result.metrics_after = scrape(config.connection.url, config.connection.api_key)
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()  # or the pool would wait until all is said
@@ -141,23 +181,28 @@ def _run_level(
     return result
 
 
-def _note_memory(pid: int | None, resident: list[float]) -> None:
+def _watch_server(pid: int | None, result: LevelResult) -> None:
     now_mib = resident_mib(pid) if pid is not None else None
-    if now_mib is not None:
-        resident.append(now_mib)
+    if pid is not None and now_mib is not None:
+        result.resident_mib.append(now_mib)
+        result.cpu.append((time.monotonic(), thread_times(pid)))
 
 
 def make_plans(level: Level, config: Config, texts: TextSource) -> list[Plan]:
     """One plan for each client process; every text is new."""
-    if level.mode == "closed" and config.connection.max_lead_ms is None:
-        unpaced = replace(config.connection, max_lead_ms=UNPACED_MS)
-        config = replace(config, connection=unpaced)
+    if level.voice is not None:
+        config = replace(config, connection=replace(config.connection, voice=level.voice))
     if level.mode == "open":
         return _open_plans(level, config, texts)
-    share = [_share(level.num_turns, level.concurrency, idx) for idx in range(level.concurrency)]
-    warmups = [texts.take(config.warmup_turns) for _ in share]
-    loops = [texts.take(count) for count in share]
-    step = config.sessions_per_process
+    is_paced, step = level.mode == "paced", config.sessions_per_process
+    if is_paced:
+        step = PACED_PER_PROCESS
+    elif config.connection.max_lead_ms is None:
+        unpaced = replace(config.connection, max_lead_ms=UNPACED_MS)
+        config = replace(config, connection=unpaced)
+    share = _turns_of_each(level)
+    warmups = [texts.take(0 if is_paced else config.warmup_turns) for _ in share]
+    loops = [texts.take(count, level.num_chars) for count in share]
     return [
         Plan(
             config.connection,
@@ -165,9 +210,19 @@ def make_plans(level: Level, config: Config, texts: TextSource) -> list[Plan]:
             loops=loops[first : first + step],
             arrivals=[],
             warmups=warmups[first : first + step],
+            seconds=level.seconds,
+            is_paced=is_paced,
         )
         for first in range(0, len(loops), step)
     ]
+
+
+def _turns_of_each(level: Level) -> list[int]:
+    """How many texts each session of a closed or paced level has."""
+    count = level.concurrency
+    if level.seconds is not None:
+        return [math.ceil(MAX_TURNS_PER_S * level.seconds)] * count
+    return [_share(level.num_turns, count, idx) for idx in range(count)]
 
 
 def _open_plans(level: Level, config: Config, texts: TextSource) -> list[Plan]:

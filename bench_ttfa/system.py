@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 _PACKAGES = ("torch", "websockets", "av", "numpy", "pydantic", "fastapi", "uvicorn", "opuslib")
+_HZ = os.sysconf("SC_CLK_TCK")
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -41,6 +42,37 @@ def resident_mib(pid: int) -> float | None:
 def peak_resident_mib(pid: int) -> float | None:
     """The most it has had since it started."""
     return _status_mib(pid, "VmHWM")
+
+
+def thread_times(pid: int) -> dict[str, tuple[float, float]]:
+    """CPU seconds (user, system) so far of a process's threads and of its children's, by name.
+
+    Threads of one name are one entry; the main thread of `pid` itself is "event loop".
+    """
+    times: dict[str, tuple[float, float]] = {}
+    for task in _tasks(pid):
+        try:
+            # comm is in brackets and may hold blanks; utime and stime are fields 14 and 15 of all
+            comm, _, rest = (task / "stat").read_text().partition(" (")[2].rpartition(") ")
+        except OSError:  # it has just ended
+            continue
+        name = "event loop" if task.name == str(pid) else comm
+        user, system = times.get(name, (0.0, 0.0))
+        fields = rest.split()
+        times[name] = (user + int(fields[11]) / _HZ, system + int(fields[12]) / _HZ)
+    return times
+
+
+def _tasks(pid: int) -> list[Path]:
+    found: list[Path] = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found.append(task)
+            for child in (task / "children").read_text().split():
+                found += _tasks(int(child))
+    except OSError:
+        pass
+    return found
 
 
 def _status_mib(pid: int, name: str) -> float | None:

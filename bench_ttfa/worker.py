@@ -7,11 +7,12 @@ audio is decoded when the load is over.
 import asyncio
 import multiprocessing
 import os
+import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
 from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
@@ -33,6 +34,8 @@ from clients.silence import leading_silence_ms
 
 START_TIMEOUT_S = 300.0
 TURN_TIMEOUT_S = 300.0
+MAX_STAGGER_S = 5.0
+MAX_LISTENED = 40  # turns of a process that are decoded, to know where their sound begins
 _TICK_S = 0.01
 
 
@@ -46,6 +49,7 @@ class Connection:
     seed: int
     max_lead_ms: int | None
     words_per_s: float | None  # text arrives word by word; None: at once
+    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,15 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Plan:
-    """One process's share of a level: closed loops, each a session's texts, or arrivals."""
+    """One process's share of a level: loops, each a session's texts, or arrivals."""
 
     connection: Connection
     first_session: int
     loops: list[list[str]]
     arrivals: list[Arrival]
     warmups: list[list[str]] = field(default_factory=list)  # each a session's, before the barrier
+    seconds: float | None = None  # after which no turn begins
+    is_paced: bool = False  # each turn is listened to in real time before the next; cut at the end
 
     @property
     def num_turns(self) -> int:
@@ -77,6 +83,7 @@ class TurnRecord:
 
     num_chars: int
     error: str | None = None
+    is_cut: bool = False  # by the end of the level: it has no figures of the server
     ready_ms: float | None = None  # open loop: of the turn's own session
     late_ms: float = 0.0  # open loop: behind the arrival time
     ttfa_ms: float | None = None
@@ -142,14 +149,16 @@ class _Worker:
         self._plan = plan
         self._turns: list[TurnRecord] = []
         self._said: list[_Said] = []
+        self._ends_s = float("inf")  # monotonic: no turn begins later
 
     async def run(self) -> WorkerResult:
         ready = [asyncio.Event() for _ in self._plan.loops]
         go = asyncio.Event()
         lag_ms: list[float] = []
+        run_loop = self._paced_loop if self._plan.is_paced else self._closed_loop
         async with asyncio.TaskGroup() as tasks:
             for idx, texts in enumerate(self._plan.loops):
-                tasks.create_task(self._closed_loop(idx, texts, ready[idx], go))
+                tasks.create_task(self._loop(run_loop, idx, texts, ready[idx], go))
             if not self._plan.loops:
                 await self._warm_up()
             for event in ready:
@@ -157,6 +166,8 @@ class _Worker:
             if _barrier is not None:
                 await asyncio.to_thread(_barrier.wait, START_TIMEOUT_S)
             started_s = time.monotonic()
+            if self._plan.seconds is not None:
+                self._ends_s = started_s + self._plan.seconds
             go.set()
             watch = asyncio.create_task(_watch_lag(lag_ms))
             arrivals = [
@@ -166,29 +177,49 @@ class _Worker:
             await asyncio.gather(*arrivals)
         ended_s = time.monotonic()
         watch.cancel()
-        for said in self._said:
+        for said in self._said[:: max(1, len(self._said) // MAX_LISTENED)]:
             _listen(said)
         return WorkerResult(self._turns, lag_ms, started_s, ended_s)
 
-    async def _closed_loop(
-        self, idx: int, texts: list[str], ready: asyncio.Event, go: asyncio.Event
+    async def _loop(
+        self,
+        run_loop: Callable[[Session, list[str]], Awaitable[None]],
+        idx: int,
+        texts: list[str],
+        ready: asyncio.Event,
+        go: asyncio.Event,
     ) -> None:
-        """One session, one turn after another; its warm-up first."""
-        num_said = 0
+        """One session: its warm-up, then, with all the others, its turns."""
+        left = list(reversed(texts))
         try:
             async with self._connect(idx) as session:
                 for text in self._plan.warmups[idx] if self._plan.warmups else ():
                     await self._say(session, None, text)
                 ready.set()
                 await go.wait()
-                for text in texts:
-                    num_said += 1
-                    await self._say(session, TurnRecord(len(text)), text)
+                await run_loop(session, left)
         except PlosiveError as error:
-            for text in texts[num_said:]:
+            for text in left if self._plan.seconds is None else left[-1:]:
                 self._add(TurnRecord(len(text), error=_name(error)))
         finally:
             ready.set()
+
+    async def _closed_loop(self, session: Session, left: list[str]) -> None:
+        while left and time.monotonic() < self._ends_s:
+            text = left.pop()
+            await self._say(session, TurnRecord(len(text)), text)
+
+    async def _paced_loop(self, session: Session, left: list[str]) -> None:
+        """Begins somewhere in the first part of the level, so that streams are not in step."""
+        assert self._plan.seconds is not None
+        await asyncio.sleep(random.random() * min(MAX_STAGGER_S, self._plan.seconds / 3))
+        while left and time.monotonic() < self._ends_s:
+            text = left.pop()
+            record = TurnRecord(len(text))
+            started_s = time.monotonic()
+            await self._say(session, record, text, self._ends_s)
+            heard_s = started_s + ((record.ttfa_ms or 0.0) + record.audio_ms) / 1000
+            await asyncio.sleep(max(0.0, min(heard_s, self._ends_s) - time.monotonic()))
 
     async def _warm_up(self) -> None:
         for texts in self._plan.warmups:
@@ -214,22 +245,32 @@ class _Worker:
         how = self._plan.connection
         return connect(
             how.url,
+            api_key=how.api_key,
             voice=how.voice,
             format=how.format,
             sampling=Sampling(seed=how.seed + self._plan.first_session + idx),
             max_lead_ms=how.max_lead_ms,
         )
 
-    async def _say(self, session: Session, record: TurnRecord | None, text: str) -> None:
-        """Without a record, what it measures is forgotten."""
+    async def _say(
+        self,
+        session: Session,
+        record: TurnRecord | None,
+        text: str,
+        ends_s: float = float("inf"),
+    ) -> None:
+        """Without a record, what it measures is forgotten. Cut where the level ends."""
         words_per_s = self._plan.connection.words_per_s
         packets: list[AudioPacket] = []
         error = None
+        is_cut = False
         try:
             speech = session.say(text if words_per_s is None else _words(text, words_per_s))
-            async with asyncio.timeout(TURN_TIMEOUT_S):
-                async for packet in speech:
+            async with asyncio.timeout(TURN_TIMEOUT_S), aclosing(aiter(speech)) as stream:
+                async for packet in stream:
                     packets.append(packet)
+                    if is_cut := time.monotonic() >= ends_s:
+                        break
         except TimeoutError:
             error = "timeout"
         except PlosiveError as raised:
@@ -237,7 +278,7 @@ class _Worker:
         if record is None:
             return _count_turn()
         self._add(record)
-        record.error = error
+        record.error, record.is_cut = error, is_cut
         if error is None:
             self._keep(record, speech, packets, session.format)
         return None
@@ -254,20 +295,23 @@ class _Worker:
         format: EffectiveFormat,
     ) -> None:
         timings, metrics = speech.turn.timings, speech.turn.metrics
-        if not packets or metrics is None or timings.commit_s is None:
+        is_complete = metrics is not None or record.is_cut
+        if not packets or not is_complete or timings.commit_s is None:
             record.error = "no_audio"
             return
         record.ttfa_ms = timings.ttfa_ms
         record.ttfa_first_text_ms = timings.ttfa_from_first_text_ms
-        record.server_ttfa_ms = metrics.server_ttfa_ms
-        record.timeline_ms = dict(metrics.timeline_ms)
         record.worst_gap_ms = worst_gap_ms(timings.packets_s, format.packet_ms)
-        record.server_worst_gap_ms = metrics.worst_gap_ms
         record.num_packets = len(packets)
-        record.num_frames = metrics.num_frames
-        record.audio_ms = metrics.audio_ms
+        record.audio_ms = len(packets) * format.packet_ms
         record.generation_ms = 1000.0 * (timings.packets_s[-1] - timings.commit_s)
-        self._said.append(_Said(record, packets, format, metrics.num_samples))
+        if metrics is not None:
+            record.server_ttfa_ms = metrics.server_ttfa_ms
+            record.timeline_ms = dict(metrics.timeline_ms)
+            record.server_worst_gap_ms = metrics.worst_gap_ms
+            record.num_frames = metrics.num_frames
+            record.audio_ms = metrics.audio_ms
+            self._said.append(_Said(record, packets, format, metrics.num_samples))
 
 
 def _name(error: PlosiveError) -> str:

@@ -84,8 +84,24 @@ class TextSource:
         }
         self._makers = itertools.cycle(makers.values() if kind == "mixed" else [makers[kind]])
 
-    def take(self, count: int) -> list[str]:
-        return [self._next() for _ in range(count)]
+    def take(self, count: int, num_chars: int | None = None) -> list[str]:
+        """Of about `num_chars` characters each, where that is given."""
+        return [self._next() if num_chars is None else self._long(num_chars) for _ in range(count)]
+
+    def _long(self, num_chars: int) -> str:
+        """Sentences until it is long enough, cut at a word."""
+        while (text := self._cut(num_chars)) in self._given:
+            pass
+        self._given.add(text)
+        return text
+
+    def _cut(self, num_chars: int) -> str:
+        text = self._next()
+        while len(text) < num_chars:
+            text += " " + self._next()
+        if len(text) == num_chars:
+            return text
+        return text[: num_chars + 1].rpartition(" ")[0].rstrip(" ,.;?!") + "."
 
     def _next(self) -> str:
         make = next(self._makers)

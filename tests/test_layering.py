@@ -46,6 +46,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "realtime.cli": ("realtime", "clients", "model"),
     "realtime.__main__": ("realtime.cli",),
     "realtime": (
+        "realtime.threads",
         "realtime.wire",
         "realtime.errors",
         "realtime.session",
