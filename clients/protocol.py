@@ -337,8 +337,14 @@ def error_from(message: wire.Error) -> PlosiveError:
         >>> error_from(wire.Error(code="voice_not_found", message="no voice 'x'"))
         VoiceError("no voice 'x'")
     """
-    if message.code == "at_capacity":
-        return CapacityError(message.message)
+    if message.retry_after_ms is not None:
+        return CapacityError(
+            message.message,
+            code=message.code,
+            param=message.param,
+            turn_id=message.turn_id,
+            retry_after_s=message.retry_after_ms / 1000.0,
+        )
     kind = _ERROR_TYPES.get(message.code)
     if kind is None:
         kind = EngineError if message.code.startswith("engine_") else SessionError

@@ -102,7 +102,7 @@ class Turn:
     def __init__(self, open_channel: OpenChannel, max_buffered_events: int) -> None:
         self.turn_id: int | None = None  # given with the first text: that is the turns' order
         self.timings = Timings()
-        self.metrics: TurnMetrics | None = None  # the server's account, with `TurnDone`
+        self.metrics: TurnMetrics | None = None  # the server's account, from the turn's end on
         self.opened_s: float | None = None  # when it got its id
         self._open_channel = open_channel
         self._channel: Channel | None = None
@@ -247,6 +247,8 @@ class Turn:
                     return  # the account of the cancel follows
                 self._outcome = event
             case TurnCancelled() | PlosiveError():
+                if isinstance(event, TurnCancelled) and event.metrics is not None:
+                    self.metrics = event.metrics
                 self.timings.over_s = self.timings.over_s or now_s
                 self._finish(event)
                 return

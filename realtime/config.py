@@ -75,6 +75,9 @@ class ServerConfig:
     )
     max_lead_ms: int = _limit(2_000, "audio rendered ahead of playback, unless a session asks")
     max_lead_cap_ms: int = _limit(60_000, "the most lead that a session may ask for")
+    max_text_chars_per_s: int = _limit(
+        1_000, "text that a session may send a second on average, after a whole turn; 0: any"
+    )
     max_voices: int = _limit(256, "added voices kept")
     max_clip_bytes: int = _limit(20 * 1024 * 1024, "size of an uploaded reference clip")
     max_clip_s: float = _limit(30.0, "length of an uploaded reference clip")
@@ -102,7 +105,7 @@ class ServerConfig:
             self._check(name, getattr(self, name) >= 1, "at least 1")
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
         self._check("device", is_device(self.device), DEVICES)
-        for name in ("num_threads", "max_sessions_per_client"):
+        for name in ("num_threads", "max_sessions_per_client", "max_text_chars_per_s"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         has_urls = all("://" in origin or origin == "null" for origin in self.origins())
         self._check("allowed_origins", has_urls, "origins like https://example.org")

@@ -3,7 +3,7 @@
     PlosiveError
     ├── ProtocolError        a message that cannot be understood or comes at the wrong time
     ├── SessionError         understood, but cannot be done (unknown voice, text too long, ...)
-    ├── CapacityError        no free slot; refused before the upgrade, with a time to retry after
+    ├── CapacityError        more than is taken now (no free slot, ...), with a time to retry after
     ├── VoiceError           a voice that cannot be added, found or deleted
     ├── ConnectionFailed     client side: the server cannot be reached, or refused the upgrade
     ├── ConnectionLost       client side: the socket closed before the turn was complete
@@ -52,12 +52,20 @@ class SessionError(PlosiveError):
 
 
 class CapacityError(PlosiveError):
-    """All slots are taken."""
+    """All slots are taken, or a client asks for more than it may at a time."""
 
     default_code = "at_capacity"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message=message)
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        turn_id: int | None = None,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(code, message, param=param, turn_id=turn_id)
         self.retry_after_s = retry_after_s
 
 
@@ -101,6 +109,7 @@ HTTP_STATUS: dict[str, int] = {
     "invalid_api_key": 401,
     "origin_not_allowed": 403,
     "too_many_sessions": 429,
+    "text_rate_exceeded": 429,
     "at_capacity": 503,
     "not_ready": 503,
     "voice_not_found": 404,

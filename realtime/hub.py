@@ -56,6 +56,7 @@ class Hub:
         self._limits = SessionLimits(
             max_lead_ms=config.max_lead_ms,
             max_lead_cap_ms=config.max_lead_cap_ms,
+            max_text_chars_per_s=config.max_text_chars_per_s,
             drain_deadline_ms=round(config.drain_s * 1000),
         )
         info = engine.info

@@ -164,8 +164,9 @@ class TurnText(_Message):
 
 
 class TurnMetrics(_Message):
-    """Server-side account of one turn. Times are milliseconds from the commit (0 = commit parsed);
-    they are negative for what happened before it."""
+    """Server-side account of one turn. Times are milliseconds from the commit (0 = commit parsed),
+    negative for what happened before it; of a turn cancelled before its commit, from its first text.
+    """
 
     num_samples: int  # of real audio at the format's rate, without pre-skip and padding
     num_packets: int
@@ -173,8 +174,9 @@ class TurnMetrics(_Message):
     audio_ms: float
     num_segments: int
     server_ttfa_ms: float | None = None  # commit -> first packet handed to the socket
-    timeline_ms: dict[str, float] = {}  # prefill_done, first_step, first_pcm, first_packet, ...
-    num_underruns: int = 0  # by the server's playback clock
+    # first_text, prefill_done, first_step, first_pcm, first_packet
+    timeline_ms: dict[str, float] = {}
+    num_underruns: int = 0  # by the server's playback clock; text that came late is none
     worst_gap_ms: float = 0.0
 
 
@@ -193,6 +195,7 @@ class TurnCancelled(_Message):
     spoken_text: str
     remaining_text: str
     played_ms: float
+    metrics: TurnMetrics | None = None  # of what was sent until then
 
 
 class Warn(_Message):
@@ -217,6 +220,7 @@ class Error(_Message):
     fatal: bool = False
     turn_id: TurnId | None = None
     keeps_turn: bool = False
+    retry_after_ms: int | None = None  # the same would be taken then
 
 
 class SessionClosing(_Message):

@@ -28,6 +28,7 @@ from realtime.pingpong.messages import (
     SlotFailed,
     SlotReady,
     SlotRef,
+    TurnBegin,
     TurnEnd,
     VoicePrompt,
 )
@@ -266,7 +267,10 @@ class FakeEngine:
             return
         self._credit -= 1
         pcm = self._tone(turn.num_frames)
-        turn.first_pcm_ns = turn.first_pcm_ns or time.perf_counter_ns()
+        if not turn.num_frames:
+            turn.first_pcm_ns = time.perf_counter_ns()
+            stamps_ns = {"first_pcm": turn.first_pcm_ns}
+            self._sink(TurnBegin(stream.slot, turn.turn_id, stamps_ns))
         with self._changed:
             self.emitted[stream.slot.idx, turn.turn_id].append(pcm)
             self._changed.notify_all()

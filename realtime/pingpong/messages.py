@@ -123,7 +123,8 @@ class FramePcm:
 
 @dataclass(frozen=True, slots=True)
 class TurnBegin:
-    """The turn's first frame comes next. Stamps as in `TurnEnd`: a turn that is cancelled has none."""
+    """The first frame of the turn comes next. Stamps as in `TurnEnd`, which a cancelled turn never
+    gets."""
 
     slot: SlotRef
     turn_id: int

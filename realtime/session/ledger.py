@@ -92,6 +92,11 @@ class Ledger:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
+    @property
+    def num_frames(self) -> int:
+        """Delivered so far."""
+        return self._num_frames
+
     def add_text(self, text: str) -> None:
         self._pieces.append(text)
 

@@ -19,12 +19,12 @@ class Settings:
     max_lead_ms: int
 
     def is_same(self, other: "Settings") -> bool:
-        return (
-            self.voice is other.voice
-            and self.prompt == other.prompt
-            and self.sampling == other.sampling
-            and self.max_lead_ms == other.max_lead_ms
-        )
+        is_same_way = self.sampling == other.sampling and self.max_lead_ms == other.max_lead_ms
+        return is_same_way and self.is_same_dialogue(other)
+
+    def is_same_dialogue(self, other: "Settings") -> bool:
+        """What the model remembers under the one stays under the other."""
+        return self.voice is other.voice and self.prompt == other.prompt
 
     def open_slot(self, slot: SlotRef, info: EngineInfo, fresh_seed: int) -> OpenSlot:
         """The command that prefills them; `fresh_seed` is used where the client gave none."""

@@ -35,7 +35,9 @@ class SlotLease:
 
     def open(self, settings: Settings, command: OpenSlot) -> None:
         """Only between turns. It is answered by one `SlotReady`, as are several in a row."""
-        self._settings, self._opening, self._last_turn = settings, command, None
+        if self._settings is None or not self._settings.is_same_dialogue(settings):
+            self._last_turn = None
+        self._settings, self._opening = settings, command
         self._actions.append(Submit(command))
 
     def ready(self) -> bool:

@@ -47,11 +47,14 @@ class Turn:
         self.is_in_engine = False  # a command for it has been made
         self.is_audio_complete = False
         self.engine_end: TurnEnd | None = None
+        self.stamps_ns: dict[str, int] = {}  # the engine's, once they are told
         self._segmenter = Segmenter(policy)
         self._new_segments: list[Segment] = []
         self._num_segments = 0  # given to the engine, closed
         self._open_text = ""  # given to the engine of the segment that is still open
         self._is_ended = False
+        self._first_text_ns: int | None = None
+        self._closed_ns: list[int] = []  # by segment: since when it could be spoken
         self._committed_ns: int | None = None
         self._first_packet_ns: int | None = None
         self._playback: PlaybackEstimate | None = None
@@ -65,19 +68,21 @@ class Turn:
     def is_committed(self) -> bool:
         return self._committed_ns is not None
 
-    def append(self, text: str) -> None:
+    def append(self, text: str, now_ns: int) -> None:
+        if self._first_text_ns is None:
+            self._first_text_ns = now_ns
         self.num_chars += len(text)
         self.ledger.add_text(text)
-        self._take_segments(self._segmenter.append(text))
+        self._take_segments(self._segmenter.append(text), now_ns)
 
-    def flush(self) -> None:
-        self._take_segments(self._segmenter.flush())
+    def flush(self, now_ns: int) -> None:
+        self._take_segments(self._segmenter.flush(), now_ns)
 
     def commit(self, now_ns: int) -> None:
         """Close what is open; idempotent."""
         if self._committed_ns is None:
             self._committed_ns = now_ns
-            self.flush()
+            self.flush(now_ns)
 
     def take_commands(self, slot: SlotRef) -> list[Command]:
         """What the engine has not been told yet. Segments close in order, `EndTurn` comes last."""
@@ -97,8 +102,9 @@ class Turn:
         self.is_in_engine = self.is_in_engine or bool(commands)
         return commands
 
-    def _take_segments(self, segments: list[Segment]) -> None:
+    def _take_segments(self, segments: list[Segment], now_ns: int) -> None:
         self._new_segments += segments
+        self._closed_ns += [now_ns] * len(segments)
         for segment in segments:
             self.ledger.add_segment(segment.end)
 
@@ -122,7 +128,7 @@ class Turn:
                 self._playback = PlaybackEstimate(not_before_ns)
             self._num_samples = audio.num_samples
             self.audio_ms = 1000.0 * audio.num_samples / fmt.sample_rate
-            self._playback.sent(self.audio_ms, now_ns)
+            self._playback.sent(self.audio_ms, now_ns, self._closed_ns[audio.segment])
         return packets
 
     def _number(self, audio: EncodedAudio, kind: AudioKind) -> tuple[AudioPacket, ...]:
@@ -175,23 +181,32 @@ class Turn:
             spoken_text=join_surrogates(text[:num_chars]),
             remaining_text=join_surrogates(text[num_chars:]),
             played_ms=played_ms,
+            metrics=self.metrics(),
         )
 
     def metrics(self) -> TurnMetrics:
-        end, committed_ns = self.engine_end, self._committed_ns
-        assert end is not None and committed_ns is not None, self.turn_id
-        stamps_ns = dict(end.stamps_ns)
-        if self._first_packet_ns is not None:
-            stamps_ns["first_packet"] = self._first_packet_ns
-        timeline_ms = {name: (t_ns - committed_ns) / 1e6 for name, t_ns in stamps_ns.items()}
+        """So far; complete when the turn is over."""
+        playback = self._playback
+        timeline_ms = self._timeline_ms()
+        is_committed = self._committed_ns is not None
         return TurnMetrics(
             num_samples=self._num_samples,
             num_packets=self._num_packets,
-            num_frames=end.num_frames,
+            num_frames=self.ledger.num_frames,
             audio_ms=self.audio_ms,
             num_segments=self._num_segments,
-            server_ttfa_ms=timeline_ms.get("first_packet"),
+            server_ttfa_ms=timeline_ms.get("first_packet") if is_committed else None,
             timeline_ms=timeline_ms,
-            num_underruns=end.num_underruns,
-            worst_gap_ms=end.worst_gap_ms,
+            num_underruns=playback.num_underruns if playback is not None else 0,
+            worst_gap_ms=playback.worst_gap_ms if playback is not None else 0.0,
         )
+
+    def _timeline_ms(self) -> dict[str, float]:
+        origin_ns = self._first_text_ns if self._committed_ns is None else self._committed_ns
+        if origin_ns is None:
+            return {}
+        ends_ns = {"first_text": self._first_text_ns, "first_packet": self._first_packet_ns}
+        stamps_ns = {**self.stamps_ns, **ends_ns}
+        return {
+            name: (t_ns - origin_ns) / 1e6 for name, t_ns in stamps_ns.items() if t_ns is not None
+        }

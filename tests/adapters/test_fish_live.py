@@ -337,13 +337,30 @@ async def test_garbage(tmp_path: Path) -> None:
 async def test_a_flood_of_text_ends_in_an_error(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.hold()
-    async with serving(tmp_path, engine) as served, live(served) as fish:
+    async with (
+        serving(tmp_path, engine, max_text_chars_per_s=0) as served,
+        live(served) as fish,
+    ):
         await fish.start()
         for _ in range(20):
             await fish.send("text", text="word " * 9_000)
         assert (await fish.next())["reason"] == "error"
         engine.let_all()
         await fish.start(text=TEXT)
+        await fish.send("stop")
+        await fish.until_finish()
+
+
+async def test_more_text_a_second_than_is_permitted_ends_in_an_error(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start()
+        for _ in range(10):
+            await fish.send("text", text="word " * 3_000)
+        while (finish := await fish.next())["event"] != "finish":
+            pass
+        assert finish["reason"] == "error" and "1,000 characters of text a second" in str(finish)
+        await fish.start()
         await fish.send("stop")
         await fish.until_finish()
 

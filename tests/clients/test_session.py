@@ -21,6 +21,7 @@ from clients import (
     connect,
 )
 from clients.address import http_url, websocket_url
+from realtime.errors import CapacityError
 from realtime.wire import (
     MAX_TEXT_CHARS,
     AudioFormat,
@@ -34,6 +35,7 @@ from realtime.wire import (
     TextFlush,
     TurnCancel,
     TurnCommit,
+    TurnMetrics,
 )
 from tests.clients.scripted_server import (
     PACKETS_PER_WORD,
@@ -301,6 +303,48 @@ async def test_cancel_after_done_while_it_still_plays() -> None:
         assert len([packet async for packet in speech]) == 1
         account = await speech.turn.cancel(played_ms=9.0)
         assert account.spoken_text == "He"
+        assert speech.turn.metrics is not None, "those of the end before"
+
+
+async def test_a_cancelled_turn_has_the_metrics_that_the_server_tells() -> None:
+    metrics = TurnMetrics(num_samples=480, num_packets=1, num_frames=1, audio_ms=20, num_segments=1)
+
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await peer.audio(1, [P])
+        await peer.expect(TurnCancel)
+        account = TurnCancelled(turn_id=1, spoken_text="", remaining_text="Hello", played_ms=0.0)
+        await peer.send(account.model_copy(update={"metrics": metrics}))
+        await peer.until_closed()
+
+    async with (
+        scripted_server(script) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+    ):
+        turn = session.turn()
+        await turn.append("Hello")
+        await turn.cancel()
+        assert turn.metrics == metrics
+
+
+async def test_text_that_came_too_fast_says_when_to_come_back() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        refusal = Error(code="text_rate_exceeded", message="wait", turn_id=1, keeps_turn=True)
+        await peer.send(refusal.model_copy(update={"retry_after_ms": 1500}))
+        await peer.until_closed()
+
+    async with (
+        scripted_server(script) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+    ):
+        with pytest.raises(CapacityError) as refused:
+            async for _ in session.say("Hello"):
+                pass
+        assert (refused.value.code, refused.value.turn_id) == ("text_rate_exceeded", 1)
+        assert refused.value.retry_after_s == 1.5
 
 
 async def test_done_that_crosses_a_cancel_ends_in_the_account() -> None:

@@ -127,6 +127,34 @@ async def test_several_turns_and_cancel(tmp_path: Path) -> None:
         check_packets(client.heard.packets, 2, 480)
 
 
+async def test_a_cancelled_turn_tells_its_stages(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, session(served) as client:
+        await client.send(wire.TextAppend(turn_id=1, text=TEXT))
+        await client.until(wire.AudioPacket)
+        await client.send(wire.TurnCancel(turn_id=1))
+        cancelled = await client.until(wire.TurnCancelled)
+        timeline_ms = cancelled.metrics.timeline_ms
+        assert sorted(timeline_ms, key=timeline_ms.__getitem__) == [
+            "first_text",
+            "first_pcm",
+            "first_packet",
+        ]
+
+
+async def test_text_beyond_the_permitted_rate_is_refused(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path, max_text_chars_per_s=100_000) as served,
+        session(served) as client,
+    ):
+        for turn_id in range(1, 7):
+            text = wire.TextAppend(turn_id=turn_id, text="no " * 6_600)
+            await client.send(text, wire.TurnCancel(turn_id=turn_id))
+        error = await client.until(wire.Error)
+        assert (error.code, error.keeps_turn, error.fatal) == ("text_rate_exceeded", True, False)
+        await asyncio.sleep(error.retry_after_ms / 1000.0)
+        await client.say("Hello there.", 7)
+
+
 async def test_session_close_finishes_and_closes(tmp_path: Path) -> None:
     async with serving(tmp_path) as served:
         async with session(served) as client:

@@ -21,6 +21,7 @@ from realtime.pingpong.messages import (
     SetText,
     SlotReady,
     SlotRef,
+    TurnBegin,
     TurnEnd,
     VoicePrompt,
 )
@@ -69,6 +70,7 @@ VOICES = {
     name: VoicePrompt(name, "A reference.", np.zeros((8, 3), np.int32)) for name in ("anna", "bob")
 }
 FRAMES_PER_CHAR = 2
+FIRST_STEP_NS = 5_000_000
 
 
 def find_voice(name: str) -> VoicePrompt:
@@ -100,7 +102,7 @@ class FakeEngine:
         self.last: FakeTurn | None = None
         self.texts: dict[int, list[str]] = {}
         self.cancelled: list[CancelTurn] = []
-        self.in_flight: deque[SlotReady | EncodedAudio | SegmentEnd | TurnEnd] = deque()
+        self.in_flight: deque[SlotReady | TurnBegin | EncodedAudio | SegmentEnd | TurnEnd] = deque()
 
     def submit(self, command: OpenSlot | SetText | EndTurn | CancelTurn | CloseSlot) -> None:
         assert not self.is_closed, command
@@ -170,6 +172,9 @@ class FakeEngine:
         num_frames_wanted = FRAMES_PER_CHAR * len(turn.closed[turn.segment])
         num_frames = min(7, num_frames_wanted - turn.num_segment_frames)
         first_frame, segment = turn.num_frames, turn.segment
+        if not first_frame:
+            stamps_ns = {"first_step": FIRST_STEP_NS}
+            self.in_flight.append(TurnBegin(self.slot, turn.turn_id, stamps_ns))
         turn.num_frames += num_frames
         turn.num_segment_frames += num_frames
         self._emit_audio(turn, segment, first_frame, num_frames, is_last=False)
@@ -180,7 +185,7 @@ class FakeEngine:
     def _end(self, turn: FakeTurn) -> None:
         if turn.num_frames:
             self._emit_audio(turn, turn.segment - 1, turn.num_frames, 0, is_last=True)
-        stamps_ns = {"first_step": 5_000_000}
+        stamps_ns = {"first_step": FIRST_STEP_NS}
         self.in_flight.append(TurnEnd(self.slot, turn.turn_id, turn.num_frames, stamps_ns, 0, 0.0))
         self.turn = None
 
@@ -280,13 +285,15 @@ class Harness:
         return self.apply(self.session.engine_event(self.engine.in_flight.popleft(), self.now_ns))
 
     def run(self, num_events: int | None = None) -> list:
-        """Step the engine and deliver, until idle or `num_events` have been delivered."""
+        """Step the engine and deliver, until idle or `num_events` have been delivered, beginnings
+        of turns not counted."""
         messages: list = []
         while num_events is None or num_events > 0:
             if not self.engine.in_flight and not self.engine.step():
                 break
+            is_counted = not isinstance(self.engine.in_flight[0], TurnBegin)
             messages += self.deliver()
-            num_events = None if num_events is None else num_events - 1
+            num_events = None if num_events is None else num_events - is_counted
         return messages
 
     # ------------------------------------------------------------------ the server's side

@@ -201,7 +201,26 @@ def test_a_turn_is_started_spoken_and_done(opened):
     assert (metrics.num_frames, metrics.num_packets, metrics.num_segments) == (24, 24, 1)
     assert metrics.num_samples == 24 * FRAME_SAMPLES and metrics.audio_ms == 24 * FRAME_MS
     assert metrics.server_ttfa_ms == 30.0
-    assert metrics.timeline_ms == {"first_step": -95.0, "first_packet": 30.0}
+    expected = {"first_text": 0.0, "first_step": -95.0, "first_packet": 30.0}
+    assert metrics.timeline_ms == expected
+
+
+@pytest.mark.parametrize(
+    ("text_ms", "gap_ms"),
+    [(40, 500), (500, 0), (960, 0)],  # the first sentence is heard until 960 ms
+)
+def test_a_gap_is_an_underrun_unless_its_text_came_late(opened, text_ms, gap_ms):
+    opened.receive("text.append", turn_id=1, text="Hello there. ")
+    opened.receive("text.flush", turn_id=1)
+    opened.run()
+    end_ms = 23 * FRAME_MS  # one frame is still in the encoder
+    opened.now_ns = round(text_ms * MS)
+    opened.receive("text.append", turn_id=1, text="This is the rest.")
+    opened.receive("turn.commit", turn_id=1)
+    opened.now_ns = round((end_ms + gap_ms) * MS) if gap_ms else max(opened.now_ns, 900 * MS)
+    done = opened.run()[-1]
+    assert done.metrics.num_underruns == (1 if gap_ms else 0)
+    assert done.metrics.worst_gap_ms == gap_ms
 
 
 def test_audio_starts_before_the_commit(opened):
@@ -336,11 +355,40 @@ def test_cancel_without_a_clock_uses_the_servers_estimate(opened):
     assert cancelled.spoken_text == "Hello"
 
 
+def test_a_cancelled_turn_tells_its_stages(opened):
+    opened.now_ns = 10 * MS
+    opened.receive("text.append", turn_id=1, text="Hello there. This is a longer sentence. ")
+    opened.now_ns = 30 * MS
+    opened.run(4)
+    opened.now_ns = 40 * MS
+    opened.receive("turn.commit", turn_id=1)
+    (cancelled,) = opened.receive("turn.cancel", turn_id=1)
+    metrics = cancelled.metrics
+    assert metrics.timeline_ms == {"first_text": -30.0, "first_step": -35.0, "first_packet": -10.0}
+    assert metrics.server_ttfa_ms == -10.0
+    num_packets = len(opened.client.packets[1])
+    assert (metrics.num_packets, metrics.num_frames) == (num_packets, num_packets + 1)
+    assert metrics.num_samples == num_packets * FRAME_SAMPLES
+
+
+def test_the_stages_of_a_turn_cancelled_before_its_commit_count_from_its_first_text(opened):
+    opened.now_ns = 10 * MS
+    opened.receive("text.append", turn_id=1, text="Hello there. This is a longer sentence. ")
+    opened.now_ns = 30 * MS
+    opened.run(4)
+    (cancelled,) = opened.receive("turn.cancel", turn_id=1)
+    timeline_ms = cancelled.metrics.timeline_ms
+    assert timeline_ms == {"first_text": 0.0, "first_step": -5.0, "first_packet": 20.0}
+    assert cancelled.metrics.server_ttfa_ms is None
+
+
 def test_cancel_before_any_audio(opened):
     opened.receive("text.append", turn_id=1, text="Hello there, you")
     (cancelled,) = opened.receive("turn.cancel", turn_id=1)
     assert (cancelled.spoken_text, cancelled.remaining_text) == ("", "Hello there, you")
     assert commands(opened, CancelTurn)[0].heard_frames == 0
+    assert cancelled.metrics.num_packets == 0
+    assert cancelled.metrics.timeline_ms == {"first_text": 0.0}
 
 
 def test_cancel_of_a_turn_that_the_engine_has_not_heard_of(opened):
@@ -413,6 +461,19 @@ def test_cancel_of_a_turn_after_the_slot_was_opened_again_does_not_roll_back(ope
     opened.receive("session.update", voice="bob")
     (cancelled,) = opened.receive("turn.cancel", turn_id=1, played_ms=0)
     assert cancelled.remaining_text == "Hello there." and not commands(opened, CancelTurn)
+
+
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_cancel_of_a_playing_turn_rolls_back_under_new_sampling_too(opened, is_ready):
+    """Voice and prompt stay, and with them what the model remembers."""
+    opened.say(1, "Hello there.")
+    opened.run()
+    opened.receive("session.update", sampling={"temperature": 0.1}, max_lead_ms=100)
+    if is_ready:
+        opened.run()
+    opened.receive("turn.cancel", turn_id=1, played_ms=10 * FRAME_MS)
+    assert commands(opened, CancelTurn) == [CancelTurn(opened.slot, 1, 10)]
+    assert types(opened.run()) == [] if is_ready else ["session.ready"]
 
 
 # ---------------------------------------------------------------------------- the end
@@ -649,6 +710,31 @@ def test_a_turn_that_grows_too_long_keeps_what_it_has(opened):
     opened.run()
     assert opened.client.ends == {1: ["turn.done"]}
     assert sum(text.count("a") for text in opened.engine.texts[1]) == 30_000
+
+
+def test_text_beyond_the_permitted_rate_is_refused_until_its_time(opened):
+    harness = Harness(max_text_chars_per_s=100, text_burst_chars=200)
+    harness.start()
+    assert harness.receive("text.append", turn_id=1, text="a " * 100) == []
+    harness.now_ns += 100 * MS  # ten characters' worth
+    (error,) = harness.receive("text.append", turn_id=1, text="b " * 20)
+    assert (error.code, error.turn_id, error.keeps_turn) == ("text_rate_exceeded", 1, True)
+    assert error.retry_after_ms == 300 and "0.3 s" in error.message and not error.fatal
+    (error,) = harness.receive("text.append", turn_id=2, text="b " * 20)
+    assert error.turn_id == 2 and error.retry_after_ms == 300, "of the session, not of the turn"
+    harness.now_ns += error.retry_after_ms * MS
+    assert harness.receive("text.append", turn_id=1, text="b " * 20) == []
+    assert harness.receive("turn.cancel", turn_id=1) != [], "no other message is held back"
+    harness.say(3, "")
+    harness.run()
+    assert harness.client.ends[3] == ["turn.done"]
+
+
+def test_a_rate_of_zero_permits_any_text():
+    harness = Harness(max_text_chars_per_s=0)
+    harness.start()
+    for turn_id in range(10):
+        harness.say(turn_id, "a " * 10_000)
 
 
 def test_text_after_the_commit_is_an_error_that_names_the_turn(opened):

@@ -126,14 +126,19 @@ def test_spoken_text_grows_with_time_and_splits_at_word_borders():
 
 def test_the_listener_plays_as_it_arrives_and_waits_when_there_is_nothing():
     playback = PlaybackEstimate(not_before_ns=0)
-    playback.sent(100, now_ns=50 * MS)
+    playback.sent(100, now_ns=50 * MS, text_ns=0)
     assert playback.end_ns == 150 * MS
     assert [playback.played_ms(t * MS) for t in (50, 80, 150, 300)] == [0, 30, 100, 100]
-    playback.sent(160, now_ns=300 * MS)  # after a gap of 150 ms
+    playback.sent(160, now_ns=300 * MS, text_ns=0)  # after a gap of 150 ms
     assert [playback.played_ms(t * MS) for t in (300, 330, 360)] == [100, 130, 160]
+    assert (playback.num_underruns, playback.worst_gap_ms) == (1, 150.0)
+    playback.sent(200, now_ns=500 * MS, text_ns=400 * MS)  # whose text came after its end
+    playback.sent(240, now_ns=510 * MS, text_ns=400 * MS)
+    assert (playback.num_underruns, playback.worst_gap_ms) == (1, 150.0)
 
 
 def test_the_listener_finishes_the_turn_before_first():
     playback = PlaybackEstimate(not_before_ns=500 * MS)
-    playback.sent(100, now_ns=50 * MS)
+    playback.sent(100, now_ns=50 * MS, text_ns=0)
+    assert playback.num_underruns == 0
     assert [playback.played_ms(t * MS) for t in (50, 500, 550, 600)] == [0, 0, 50, 100]
