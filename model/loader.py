@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.config import DualARConfig
+from model.config import FLAT_SCHEMA, DualARConfig
 from model.dual_ar import DualAR
 from model.errors import CheckpointError, ConfigError
 from model.layers import Block, Stack
@@ -149,6 +149,16 @@ def _read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
             f"{file}: {file.stat().st_size} bytes that are not a complete safetensors file "
             f"({error}); download it again"
         ) from error
+
+
+def published_name(ours: str, schema: str) -> str:
+    """The name of a tensor in a checkpoint of a schema, see `model.config`."""
+    if schema == FLAT_SCHEMA:
+        return ours
+    for prefix, replacement in _PREFIXES[1:3]:
+        if ours.startswith(replacement):
+            return prefix + ours.removeprefix(replacement)
+    return _PREFIXES[0][0] + ours
 
 
 def _our_name(name: str) -> str:

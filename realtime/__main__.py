@@ -8,11 +8,13 @@ import argparse
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 
 COMMANDS = {
     "serve": "run the server: text in over a WebSocket, Opus out",
     "say": "speak one text, through a server that is running or a local one started for it",
     "voices": "list, add and delete a server's voices",
+    "make-checkpoint": "write real files of a published geometry with random weights",
 }
 
 
@@ -46,12 +48,16 @@ def _main(argv: list[str]) -> int:
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == wanted:
-            import_module(f"realtime.cli.{name}").add_arguments(subparser)
+            _module(name).add_arguments(subparser)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # said with the usage of the command that does not know it
         subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
-    run: Callable[[argparse.Namespace], int] = import_module(f"realtime.cli.{args.command}").run
+    run: Callable[[argparse.Namespace], int] = _module(args.command).run
     return run(args)
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"realtime.cli.{command.replace('-', '_')}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""A random model as files: the published names, layout and sizes, for every path that reads files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.codec.dac import DacCodec
+from model.config import DualARConfig
+from model.dual_ar import DualAR
+from model.geometries import config_json
+from model.loader import placements, published_name
+from model.random_model import RandomModel, codec_config
+from model.random_weights import RandomWeights, draw_codec_weight, draw_weight
+from model.tensor_files import Entry, write_weights
+
+
+class CheckpointPlan(NamedTuple):
+    """What `write_checkpoint` is going to write."""
+
+    config: DualARConfig
+    names: dict[str, str]  # name in the file -> name in `model.loader`
+    weights: list[Entry]
+    codec: dict[str, tuple[int, ...]]  # name in `model.codec` -> shape, f32
+
+    @property
+    def nbytes(self) -> int:
+        """Of weights and codec."""
+        num_codec_values = sum(math.prod(shape) for shape in self.codec.values())
+        return sum(entry.nbytes for entry in self.weights) + 4 * num_codec_values
+
+
+def plan_checkpoint(geometry: str) -> CheckpointPlan:
+    """Names and shapes of a geometry's checkpoint, as published; bf16, the codec f32."""
+    meta = torch.device("meta")
+    data = config_json(geometry)
+    config = DualARConfig.from_dict(data)
+    names: dict[str, str] = {}
+    weights: list[Entry] = []
+    for placement in placements(DualAR(config, meta, torch.bfloat16)):
+        name = published_name(placement.name, data["model_type"])
+        names[name] = placement.name
+        weights.append(Entry(name, torch.bfloat16, placement.shape))
+    recorder = _ShapeRecorder(meta)
+    DacCodec(codec_config(geometry), recorder)
+    return CheckpointPlan(config, names, weights, recorder.shapes)
+
+
+def write_checkpoint(
+    made_up: RandomModel, folder: Path, on_bytes: Callable[[int], object] = lambda _: None
+) -> None:
+    """The same model as files, in the published names and layout; values are drawn on the CPU.
+
+    Holds no more than a piece of a tensor, except for the codec: its format is written whole.
+
+    Args:
+        folder: exists and is empty.
+        on_bytes: told how many bytes were written since the last call; `plan.nbytes` in all.
+    """
+    plan, cpu = plan_checkpoint(made_up.geometry), torch.device("cpu")
+    made_up.write_small_files(folder)
+
+    def pieces(entry: Entry) -> Iterator[Tensor]:
+        return draw_weight(plan.names[entry.name], entry.shape, plan.config, made_up.seed, cpu)
+
+    write_weights(folder, plan.weights, pieces, {}, on_bytes)
+    codec: dict[str, Tensor] = {}
+    for name, shape in plan.codec.items():
+        weight = draw_codec_weight(name, shape, made_up.seed, cpu)
+        codec |= _published_codec_weight(name, weight)
+        on_bytes(weight.nbytes)
+    torch.save(codec, folder / "codec.pth")
+
+
+class _ShapeRecorder(RandomWeights):
+    """Says what the codec asks for."""
+
+    def __init__(self, meta: torch.device) -> None:
+        super().__init__(0, meta, torch.float32)
+        self.shapes: dict[str, tuple[int, ...]] = {}  # shared by all that `at` makes
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        self.shapes[self._prefix + name] = shape
+        return torch.empty(shape, device=self.device)
+
+
+def _published_codec_weight(name: str, weight: Tensor) -> dict[str, Tensor]:
+    """Under the names that training left: weight norm in two spellings, or none."""
+    is_conv = name.startswith(("encoder.", "decoder.")) and name.endswith("conv.weight")
+    if not is_conv and not name.endswith(("in_proj.weight", "out_proj.weight")):
+        return {name: weight}
+    gain = torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.dim())), keepdim=True)
+    stem = name.removesuffix("weight")
+    norm = "parametrizations.weight.original" if is_conv else "weight_"
+    first, second = ("0", "1") if is_conv else ("g", "v")
+    return {f"{stem}{norm}{first}": gain, f"{stem}{norm}{second}": weight}
