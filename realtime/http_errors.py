@@ -4,6 +4,7 @@ An adapter names the beginnings of its paths and its shape; every other path has
 is refused before a route is reached (no key, no such path, a failure) goes through here as well.
 """
 
+import json
 from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI, Request
@@ -40,6 +41,11 @@ class HttpErrors:
         status = status or HTTP_STATUS.get(error.code, 400)
         content = self._shape(path)(status, error)
         return JSONResponse(content, status, _headers(error) | dict(headers or {}))
+
+    def event(self, path: str, error: PlosiveError) -> bytes:
+        """The same as a server-sent event, for a stream that has begun."""
+        content = self._shape(path)(HTTP_STATUS.get(error.code, 400), error)
+        return b"event: error\ndata: " + json.dumps(content).encode() + b"\n\n"
 
     def install(self, app: FastAPI) -> None:
         """Answer with this whatever a route raises."""

@@ -4,7 +4,7 @@ Every error body is exactly `{"status", "message"}`: a client of theirs refuses 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 
 from fastapi import APIRouter, Request, Response, WebSocket
@@ -96,7 +96,8 @@ class Fish:
         encoder = tts.make_encoder(self._pcm.sample_rate)
         pieces = speak_and_tell(self._hub, start, tts.text, encoder, self._voices.find)
         events = with_alignment(pieces, tts.prosody.speed)
-        return self._response(events, "text/event-stream")
+        late_event = partial(self._errors.event, STREAM_PATH)
+        return self._response(events, "text/event-stream", late_event)
 
     async def _read(self, request: Request) -> tuple[TtsRequest, SessionStart]:
         content_type = request.headers.get("content-type", "")
@@ -112,10 +113,15 @@ class Fish:
         )
         return tts, start
 
-    def _response(self, chunks: AsyncGenerator[bytes, None], content_type: str) -> SpeechResponse:
+    def _response(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        content_type: str,
+        late_event: Callable[[PlosiveError], bytes] | None = None,
+    ) -> SpeechResponse:
         explain = partial(self._errors.respond, TTS_PATH)
         stall_s = self._config.write_stall_s
-        return SpeechResponse(chunks, content_type, explain, stall_s=stall_s)
+        return SpeechResponse(chunks, content_type, explain, stall_s=stall_s, late_event=late_event)
 
     # ------------------------------------------------------------------ /v1/tts/live
 

@@ -9,6 +9,7 @@ What differs from OpenAI's own:
 - `input` may have 60,000 characters instead of 4,096.
 - `pcm` and `wav` are 24 kHz, 16 bits, mono; the others have the model's own rate where they can.
 - `usage` counts characters as input tokens and the codec's frames as output tokens.
+- A stream of events that fails ends with `event: error` and an error body, which OpenAI's clients raise.
 """
 
 import base64
@@ -16,6 +17,7 @@ import json
 import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Literal
 
 import numpy as np
@@ -155,15 +157,17 @@ class OpenAiRoutes:
         )
         encoder = _CountingEncoder(MediaEncoder(format, rate), Prosody(rate, asked.speed or 1.0))
         chunks = speak(self._hub, start, asked.input, encoder)
-        content_type = encoder.content_type
+        content_type, late_event = encoder.content_type, None
         if asked.stream_format == "sse":
             chunks = self._events(chunks, encoder, rate, len(asked.input))
             content_type = "text/event-stream"
+            late_event = partial(self._errors.event, SPEECH_PATH)
         return SpeechResponse(
             chunks,
             content_type,
-            lambda error: self._errors.respond(SPEECH_PATH, error),
+            partial(self._errors.respond, SPEECH_PATH),
             stall_s=self._config.write_stall_s,
+            late_event=late_event,
         )
 
     async def _events(

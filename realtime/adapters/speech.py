@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Protocol
 
@@ -122,9 +122,10 @@ def decode_pcm(payloads: list[bytes]) -> NDArray[np.float32]:
 
 
 class SpeechResponse(Response):
-    """Streams `chunks`. An error before the first one is the whole response, as `explain` words it;
-    after it the connection is cut, so that half a file is not taken for a whole one. A client that
-    leaves, or takes nothing for `stall_s`, stops the speech at once."""
+    """Streams `chunks`. An error before the first one is the whole response, as `explain` words it.
+    After it, a stream of events ends with one more, `late_event(error)`; any other is cut, so that
+    half a file is not taken for a whole one. A client that leaves, or takes nothing for `stall_s`,
+    stops the speech at once."""
 
     def __init__(
         self,
@@ -133,13 +134,14 @@ class SpeechResponse(Response):
         explain: Callable[[PlosiveError], Response],
         *,
         stall_s: float,
-        headers: Mapping[str, str] | None = None,
+        late_event: Callable[[PlosiveError], bytes] | None = None,
     ) -> None:
-        super().__init__(None, headers=headers, media_type=content_type)
+        super().__init__(None, media_type=content_type)
         del self.headers["content-length"]
         self._chunks = chunks
         self._explain = explain
         self._stall_s = stall_s
+        self._late_event = late_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         speaking = asyncio.create_task(self._stream(scope, receive, send))
@@ -163,13 +165,24 @@ class SpeechResponse(Response):
                 return
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await self._send(send, first)
-                async for chunk in chunks:
-                    await self._send(send, chunk)
+                await self._send_all(send, first, chunks)
             except (PlosiveError, TimeoutError) as error:
                 logger.warning("a response is cut short: %s", error or "its client takes nothing")
                 return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_all(
+        self, send: Send, first: bytes, chunks: AsyncGenerator[bytes, None]
+    ) -> None:
+        try:
+            await self._send(send, first)
+            async for chunk in chunks:
+                await self._send(send, chunk)
+        except PlosiveError as error:
+            if self._late_event is None:
+                raise
+            logger.warning("a stream of events ends with an error: %s", error)
+            await self._send(send, self._late_event(error))
 
     async def _send(self, send: Send, chunk: bytes) -> None:
         async with asyncio.timeout(self._stall_s):

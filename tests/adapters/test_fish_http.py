@@ -280,3 +280,15 @@ async def test_an_engine_that_dies_cuts_the_response(tmp_path: Path) -> None:
             with pytest.raises(httpx.RemoteProtocolError):
                 await response.aread()
         refusal(await tts(http), 503, "")
+
+
+async def test_an_engine_that_dies_ends_the_events(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    engine.hold()
+    engine.let(3)
+    async with serving(tmp_path, engine) as served, served.http() as http:
+        async with http.stream("POST", STREAM, json={"text": TEXT, "format": "pcm"}) as response:
+            engine.die()
+            *_, last = (await response.aread()).decode().strip().split("\n\n")
+        error = json.loads(last.removeprefix("event: error\ndata: "))
+        assert error["status"] == 500 and "died" in error["message"] and len(error) == 2

@@ -223,6 +223,39 @@ async def test_a_failure_in_the_middle_is_no_whole_file(served: Served) -> None:
                 served.engine.die()
 
 
+async def test_a_failure_in_the_middle_of_events_is_an_event(served: Served) -> None:
+    served.engine.hold()
+    served.engine.let(3)
+    asked = ASKED | {"response_format": "pcm", "stream_format": "sse"}
+    text = ""
+    async with served.http() as http, http.stream("POST", SPEECH, json=asked) as response:
+        async for chunk in response.aiter_text():
+            text += chunk
+            served.engine.die()
+    *deltas, last = text.removesuffix("\n\n").split("\n\n")
+    assert deltas and all(json.loads(part.removeprefix("data: "))["audio"] for part in deltas)
+    name, data = last.split("\n")
+    error = json.loads(data.removeprefix("data: "))["error"]
+    assert name == "event: error" and "died" in error["message"]
+    assert (error["type"], error["code"], error["param"]) == ("server_error", "engine_error", None)
+
+
+async def test_the_sdk_raises_an_error_event(served: Served) -> None:
+    served.engine.hold()
+    served.engine.let(3)
+    async with sdk(served) as client:
+        events = await client.post(
+            SPEECH.removeprefix("/v1"),
+            body=ASKED | {"stream_format": "sse"},
+            cast_to=object,
+            stream=True,
+            stream_cls=openai.AsyncStream[object],
+        )
+        with pytest.raises(openai.APIError, match="died"):
+            async for _ in events:
+                served.engine.die()
+
+
 # ---------------------------------------------------------------------------- bad input
 
 
