@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from realtime.adapters import fish, openai
 from realtime.auth import ApiKeys, make_rules, protect
 from realtime.config import ServerConfig
-from realtime.errors import CapacityError
+from realtime.errors import CapacityError, PlosiveError
 from realtime.http_errors import HttpErrors
 from realtime.hub import Hub, State
 from realtime.metrics import CONTENT_TYPE, Metrics
@@ -53,6 +53,7 @@ def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore, keys: A
     app.include_router(page_router())
     _add_realtime(app, hub, errors)
     _add_operations(app, hub, metrics)
+    _add_no_such_socket(app, errors)
     errors.install(app)
     protect(app, make_rules(config, keys, SESSION_PATHS), errors, metrics)
     return app
@@ -73,6 +74,18 @@ def _add_realtime(app: FastAPI, hub: Hub, errors: HttpErrors) -> None:
             hub.give_back(slot)
             raise
         await hub.serve(websocket, slot)
+
+
+def _add_no_such_socket(app: FastAPI, errors: HttpErrors) -> None:
+    """Behind all other routes: a socket at a path that has none is refused with 404."""
+
+    @app.websocket("/{path:path}")
+    async def no_such_socket(websocket: WebSocket, path: str) -> None:
+        sockets = ", ".join((PATH, fish.LIVE_PATH, fish.TIMESTAMPS_PATH))
+        error = PlosiveError(
+            "not_found", f"there is no WebSocket at /{path[:200]}; there are: {sockets}"
+        )
+        await websocket.send_denial_response(errors.respond("/" + path, error, status=404))
 
 
 def _add_operations(app: FastAPI, hub: Hub, metrics: Metrics) -> None:

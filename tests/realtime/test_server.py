@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soxr
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from realtime import wire
@@ -260,6 +261,18 @@ BAD_FRAMES: list[tuple[str | bytes, str]] = [
     ('{"type": "session.update", "sampling": {"temperature": 99}}', "invalid_message"),
     (b"\x00" * 100, "binary_not_expected"),
 ]
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/realtimes", "/v1/voices", "/v1/tts", "/v1/models/x"])
+async def test_a_socket_where_there_is_none_is_not_found(tmp_path: Path, path: str) -> None:
+    async with serving(tmp_path) as served:
+        with pytest.raises(InvalidStatus) as refused:
+            async with connect(f"ws://127.0.0.1:{served.port}{path}", proxy=None):
+                pass
+        response = refused.value.response
+        assert response.status_code == 404
+        assert "/v1/realtime" in response.body.decode()
+        assert served.engine.slots.num_free == served.engine.info.num_slots
 
 
 async def test_bad_frames_lose_nothing(tmp_path: Path) -> None:
