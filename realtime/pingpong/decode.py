@@ -1,8 +1,9 @@
-"""The decode thread: one frame for every runnable slot, again and again, never waiting for the host.
+"""The decode thread: one frame for every runnable slot, again and again.
 
-`step` launches frame n+1 before it looks at the stop flags of frame n, so a stop is seen one step
-late: the surplus row is computed and dropped. With `in_order` the flags are read at once; that twin
-is the oracle (same seeds, same codes). Between launch and drain nothing here waits for the device.
+The ends of frame n are known to the host before the device runs the fast AR of frame n, and the
+host launches frame n+1 meanwhile: the device never waits for the host, and no row is computed for a
+stream that is over. With `in_order` frame n is over before anything else happens; that twin is the
+oracle (same seeds, same codes). The host waits for the device in `FrameRunner.read_ends` alone.
 """
 
 import time
@@ -14,14 +15,16 @@ import torch
 from model.kv_cache import KVCache
 from model.sampling import SamplingParams as ModelSampling
 from model.speech_model import SpeechModel
-from realtime.pingpong.device import Event, IndexUpload, host_buffer, stream_scope
+from realtime.pingpong.device import Event, stream_scope
+from realtime.pingpong.frames import DECODE_PRIORITY, FrameRunner
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import SlotRef
-from realtime.pingpong.pacing import ClockTable
+from realtime.pingpong.pacing import Candidate, ClockTable, pause_ns, rows_to_run
 from realtime.pingpong.slots import Slots
+from realtime.pingpong.step_times import StepTimes
 from realtime.pingpong.steps import Join, Returned, StepBuffer, StepRow
 
-NUM_STEP_BUFFERS = 4  # in flight between decode and vocode; decode waits when all are taken
+NUM_STEP_BUFFERS = 4  # between decode and vocode; decode waits when all are taken
 
 
 @dataclass(slots=True)
@@ -56,80 +59,103 @@ class DecodeLoop:
         for _ in range(NUM_STEP_BUFFERS):
             self.free_buffers.put(_new_buffer(model, num_slots))
         self.is_blocked = [False] * num_slots  # written by the event loop
-        self._model = model
-        self._cache = cache
+        self.frames = FrameRunner(model.dual_ar, cache, num_slots)
+        self.times = StepTimes()
+        self._device = model.device
         self._slots = slots
         self._give_back = give_back
         self._vocode = vocode
         self._in_order = in_order
-        self._state = model.dual_ar.new_frame_state(num_slots)
-        self._upload = IndexUpload(num_slots, model.device)
         self._streams: dict[int, _Stream] = {}
         self._clocks = ClockTable(num_slots)
+        self._is_after_pause = True  # the step in flight
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
         self.num_steps = 0
         self.num_rows = 0
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
         pending: StepBuffer | None = None
-        with torch.inference_mode(), stream_scope(self._model.device, priority=-1):
+        with torch.inference_mode(), stream_scope(self._device, DECODE_PRIORITY):
             while not is_stopping():
                 pending = self.step(pending, wait=True)
 
     def step(self, pending: StepBuffer | None, *, wait: bool = False) -> StepBuffer | None:
-        """Launch the next frame, then drain the one before it while the device works.
+        """Drain the frame in flight, as far as the host needs it, and launch the next.
 
         Returns the step in flight, to be passed to the next call. With `wait`, sleeps when there
         is neither a runnable slot nor a step in flight.
         """
-        now_ns = time.perf_counter_ns()
-        runnable = self._runnable(now_ns)
-        is_idle = not runnable and pending is None
-        joins = self.inbox.take_all(self._sleep_s(now_ns) if wait and is_idle else 0.0)
-        for join in joins:
-            self._admit(join)
-        if joins or is_idle:
-            runnable = self._runnable(time.perf_counter_ns())
-        launched = self._launch(runnable) if runnable else None
-        if self._in_order and launched is not None:
-            pending, launched = launched, None
+        begun_ns = time.perf_counter_ns()
         if pending is not None:
             self._drain(pending)
+        self._admit(self._take_joins(may_sleep=wait and pending is None))
+        runnable = self._runnable(time.perf_counter_ns())
+        launched = self._launch(runnable) if runnable else None
+        if self._in_order and launched is not None:
+            launched.stepped.wait_on_host()
+            self._drain(launched)
+            launched = None
         self._retire_stale()
+        self._is_after_pause = pending is None
+        self.times.add_call(begun_ns)
         return launched
 
     # ------------------------------------------------------------------ who runs
 
-    def _admit(self, join: Join) -> None:
-        assert join.slot.idx not in self._streams, join
-        join.prefilled.wait_on_stream()
-        sampling = ModelSampling(
-            temperature=join.sampling.temperature,
-            top_p=join.sampling.top_p,
-            top_k=join.sampling.top_k,
-            seed=join.sampling.seed,
-        )
-        self._model.dual_ar.join(self._state, join.slot.idx, join.row, join.position, sampling)
-        self._streams[join.slot.idx] = _Stream(join)
+    def _take_joins(self, *, may_sleep: bool) -> list[Join]:
+        now_ns = time.perf_counter_ns()
+        if not may_sleep or self._runnable(now_ns):
+            return self.inbox.take_all()
+        joins = self.inbox.take_all(self._sleep_s(now_ns))
+        self.times.add_wait(now_ns)
+        return joins
+
+    def _admit(self, joins: list[Join]) -> None:
+        starts = []
+        for join in joins:
+            assert join.slot.idx not in self._streams, join
+            join.prefilled.wait_on_stream()
+            sampling = ModelSampling(
+                temperature=join.sampling.temperature,
+                top_p=join.sampling.top_p,
+                top_k=join.sampling.top_k,
+                seed=join.sampling.seed,
+            )
+            state = self.frames.state
+            starts.append(state.start_words(join.slot.idx, join.row, join.position, sampling))
+            self._streams[join.slot.idx] = _Stream(join)
+        if starts:
+            self.frames.start(starts)
 
     def _runnable(self, now_ns: int) -> list[_Stream]:
-        return [
+        ready = [
             stream
             for idx, stream in self._streams.items()
             if stream.num_launched < stream.join.max_frames
             and not self.is_blocked[idx]
             and self._slots.is_current(stream.join.slot)
-            and self._clocks.of(stream.join.slot).lead_ns(now_ns) < stream.join.max_lead_ns
         ]
+        chosen = rows_to_run(
+            [self._candidate(stream, now_ns) for stream in ready],
+            frame_ns=self._frame_ns,
+            step_ns=self.times.step_ns,
+            bucket_of=self.frames.size_for,
+        )
+        return [ready[i] for i in chosen]
+
+    def _candidate(self, stream: _Stream, now_ns: int) -> Candidate:
+        join = stream.join
+        return Candidate(self._clocks.of(join.slot).lead_ns(now_ns), join.max_lead_ns)
 
     def _sleep_s(self, now_ns: int) -> float | None:
         """Until the first paused stream's lead is below its cap; None (forever) without one."""
-        waits = [
-            self._clocks.of(stream.join.slot).lead_ns(now_ns) - stream.join.max_lead_ns
+        paused = [
+            self._candidate(stream, now_ns)
             for idx, stream in self._streams.items()
             if not self.is_blocked[idx]
         ]
-        return max(0, min(waits)) / 1e9 + 1e-4 if waits else None
+        wait_ns = pause_ns(paused)
+        return None if wait_ns is None else wait_ns / 1e9 + 1e-4
 
     def _retire_stale(self) -> None:
         for stream in list(self._streams.values()):
@@ -143,18 +169,14 @@ class DecodeLoop:
         if buffer is None:  # the engine is stopping
             return None
         now_ns = time.perf_counter_ns()
-        slots = self._upload([stream.join.slot.idx for stream in streams])
-        frame = self._model.dual_ar.decode_frame(self._state, slots, self._cache)
         num_rows = len(streams)
-        buffer.is_end[:num_rows].copy_(frame.is_end, non_blocking=True)
-        buffer.flags_copied.record()
-        buffer.codes[:num_rows].copy_(frame.codes)
-        buffer.stepped = Event(self._model.device)
+        buffer.started.record()
+        frame = self.frames.launch([stream.join.slot.idx for stream in streams])
+        buffer.codes[:num_rows].copy_(frame.codes[:num_rows])
         buffer.stepped.record()
         buffer.rows = [self._row(stream, now_ns) for stream in streams]
         self.num_steps += 1
         self.num_rows += num_rows
-        self._vocode(buffer)
         return buffer
 
     def _row(self, stream: _Stream, now_ns: int) -> StepRow:
@@ -173,11 +195,13 @@ class DecodeLoop:
         )
 
     def _drain(self, step: StepBuffer) -> None:
-        """Read the stop flags of a step. Rows of slots that stopped a step earlier are surplus."""
-        rows = step.rows
-        step.flags_copied.wait_on_host()
+        """Read who has reached the end, and hand the step on to vocode."""
+        begun_ns = time.perf_counter_ns()
+        step.is_end = self.frames.read_ends(len(step.rows))
+        self.times.add_wait(begun_ns)
+        self.times.add_step(step, is_first=self._is_after_pause)
         now_ns = time.perf_counter_ns()
-        for row, is_end in zip(rows, step.is_end[: len(rows)].tolist(), strict=True):
+        for row, is_end in zip(step.rows, step.is_end, strict=True):
             stream = self._streams.get(row.slot.idx)
             if stream is None or stream.key != (row.slot, row.turn_id, row.segment):
                 continue
@@ -188,11 +212,12 @@ class DecodeLoop:
                 clock.add(self._frame_ns, now_ns, is_turn_start=is_turn_start)
             if is_end or row.is_limit:
                 self._retire(stream)
+        self._vocode(step)
 
     def _retire(self, stream: _Stream) -> None:
         join = stream.join
         del self._streams[join.slot.idx]
-        stepped = Event(self._model.device)
+        stepped = Event(self._device)
         stepped.record()
         num_written = min(stream.num_frames, max(0, stream.num_launched - 1))
         self._give_back(
@@ -212,7 +237,6 @@ def _new_buffer(model: SpeechModel, num_slots: int) -> StepBuffer:
     device = model.device
     return StepBuffer(
         codes=torch.zeros(num_slots, model.codec.num_codebooks, dtype=torch.int32, device=device),
-        is_end=host_buffer((num_slots,), torch.bool, device),
-        flags_copied=Event(device),
-        stepped=Event(device),
+        started=Event(device, is_timed=True),
+        stepped=Event(device, is_timed=True),
     )

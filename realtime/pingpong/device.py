@@ -2,19 +2,27 @@
 device may happen (`Event.wait_on_host`)."""
 
 import contextlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
 class Event:
     """A point in a stream's work. On the CPU all work is done when the call returns."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, *, is_timed: bool = False, is_external: bool = False
+    ) -> None:
+        """An external event, recorded while a graph is captured, is recorded anew at each replay
+        and can be waited for outside the graph."""
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event(enable_timing=is_timed, external=is_external)  # type: ignore[no-untyped-call]
 
     def record(self) -> None:
         """Mark the current stream's work so far."""
@@ -30,6 +38,12 @@ class Event:
         """Block the calling thread until the marked work is done."""
         if self._event is not None:
             self._event.synchronize()
+
+    def ms_until(self, later: "Event") -> float:
+        """Device time between two timed events; both must be over. 0 on the CPU."""
+        if self._event is None or later._event is None:
+            return 0.0
+        return float(self._event.elapsed_time(later._event))
 
 
 def stream_scope(device: torch.device, priority: int = 0) -> AbstractContextManager[object]:
@@ -64,3 +78,30 @@ class IndexUpload:
         device.copy_(host, non_blocking=True)
         self._copied[turn].record()
         return device
+
+
+class Upload:
+    """Small host arrays to the device in one copy that blocks nothing: two pinned buffers in turn,
+    each reused only after the copy made from it has run."""
+
+    def __init__(self, max_bytes: int, device: torch.device) -> None:
+        self._host = [host_buffer((max_bytes,), torch.uint8, device) for _ in range(2)]
+        self._device = [torch.empty(max_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._copied = [Event(device) for _ in range(2)]
+        self._turn = 0
+
+    def __call__(self, *arrays: NDArray[Any]) -> Sequence[Tensor]:
+        """The arrays as tensors on the device, valid until the call after the next. Those with the
+        widest numbers come first, so that all are aligned."""
+        turn, self._turn = self._turn, 1 - self._turn
+        self._copied[turn].wait_on_host()
+        data = np.concatenate([np.ascontiguousarray(array).view(np.uint8) for array in arrays])
+        num_bytes = len(data)
+        self._host[turn].numpy()[:num_bytes] = data
+        self._device[turn][:num_bytes].copy_(self._host[turn][:num_bytes], non_blocking=True)
+        self._copied[turn].record()
+        parts = self._device[turn][:num_bytes].split([array.nbytes for array in arrays])
+        return [
+            part.view(torch.from_numpy(array[:0]).dtype)
+            for part, array in zip(parts, arrays, strict=True)
+        ]

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from model.errors import PromptError
 from model.kv_cache import KVCache
-from model.prompt import Voice
 from model.speech_model import SpeechModel
 from realtime.pingpong.device import Event, stream_scope
 from realtime.pingpong.handoff import Mailbox
+from realtime.pingpong.kv_writer import KvWriter
 from realtime.pingpong.messages import (
     CancelTurn,
     CloseSlot,
@@ -38,16 +38,16 @@ from realtime.pingpong.messages import (
     VoicePrompt,
 )
 from realtime.pingpong.messages import Event as EngineEvent
-from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
+from realtime.pingpong.prefix_cache import prefix_key
+from realtime.pingpong.prompt_rows import PromptRows, num_common
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Join, Returned
-from realtime.pingpong.tenants import NOTHING_TO_DO, Segment, Span, Tenant, Turn
+from realtime.pingpong.tenants import NOTHING_TO_DO, Prefix, Segment, Span, Tenant, Turn
 
 logger = logging.getLogger(__name__)
 
 _SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # golden ratio: segments of a turn draw unrelated numbers
 _SEED_MASK = (1 << 63) - 1
-MIN_TEXT_POSITIONS = 64  # of a segment, besides its frames
 MAX_WAITING_COMMANDS = 256  # of one slot, a long text's; its neighbours have room of their own
 
 
@@ -59,7 +59,6 @@ class PrefillLoop:
         model: SpeechModel,
         cache: KVCache,
         slots: Slots,
-        prefixes: PrefixCache,
         emit: Callable[[EngineEvent], None],
         join: Callable[[Join], None],
         chunk_positions: int,
@@ -68,15 +67,12 @@ class PrefillLoop:
         share = MAX_WAITING_COMMANDS + 2
         self.inbox: Mailbox[Command | Returned] = Mailbox(max_items=share * slots.num_slots)
         self._model = model
-        self._cache = cache
-        self._slots = slots
-        self._prefixes = prefixes
         self._emit = emit
         self._join = join
-        self._chunk = chunk_positions
-        self._tenants: dict[int, Tenant] = {}
+        self._rows = PromptRows(model, cache.max_len)
+        self._tenants: dict[int, Tenant] = {}  # served longest ago first
+        self.kv = KvWriter(model, cache, self._tenants, chunk_positions)
         self.num_received = [0] * slots.num_slots  # commands, by slot
-        self.num_positions = 0  # prefilled so far, for metrics
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
         with torch.inference_mode(), stream_scope(self._model.device):
@@ -89,15 +85,19 @@ class PrefillLoop:
         for message in self.inbox.take_all(0.0 if has_work else wait_s):
             if not isinstance(message, Returned):
                 self.num_received[message.slot.idx] += 1
+            self.kv.try_again()
             self._guarded(message.slot, partial(self._receive, message))
         tenant = self._most_urgent()
         if tenant is None:
             return False
         self._guarded(tenant.slot, partial(self._advance, tenant))
+        if not self.kv.is_stuck(tenant):
+            self.kv.try_again()
         return True
 
     def _guarded(self, slot: SlotRef, work: Callable[[], None]) -> None:
-        """What one session breaks is that session's end, not its neighbours'."""
+        """What one session breaks is that session's end, not its neighbours'. Nor do they wait
+        behind a session that wants nothing any more."""
         try:
             work()
         except PromptError as error:  # what the client asked for cannot be made
@@ -105,6 +105,9 @@ class PrefillLoop:
         except Exception as error:
             logger.exception("prefill failed in %s", slot)
             self._fail(slot, f"{type(error).__name__}: {error}")
+        tenant = self._tenants.get(slot.idx)
+        if tenant is None or tenant.urgency() == NOTHING_TO_DO:
+            self.kv.memory.leave(slot.idx)
 
     # ------------------------------------------------------------------ messages
 
@@ -131,7 +134,7 @@ class PrefillLoop:
         if tenant is None:
             tenant = self._tenants[command.slot.idx] = Tenant(command.slot, command.sampling)
         tenant.slot = command.slot
-        tenant.opening, tenant.opening_rows = command, None
+        tenant.opening, tenant.opening_prefix = command, None
         tenant.opening_after = tenant.turn.turn_id if tenant.turn is not None else None
         tenant.opened_at_ns = time.perf_counter_ns()
 
@@ -180,10 +183,11 @@ class PrefillLoop:
             turn.spans.append(span)
             self._forget(tenant, turn, heard_frames)
             return
-        assert tenant.turn is not None, returned
-        turn = tenant.turn
-        turn.spans.append(span)
         self._keep_context(tenant, returned.kv_length)
+        turn = tenant.turn
+        if turn is None or turn.turn_id != returned.turn_id:  # it has failed meanwhile
+            return
+        turn.spans.append(span)
         turn.num_frames += returned.num_frames
         turn.next_segment += 1
         self._finish_turn_if_over(tenant)
@@ -206,15 +210,18 @@ class PrefillLoop:
     def _keep_context(self, tenant: Tenant, kv_length: int) -> None:
         is_dialogue = self._model.serving.context == "dialogue"
         tenant.start_context(kv_length if is_dialogue else tenant.prefix_length)
+        self.kv.trim(tenant)
 
     def _drop(self, tenant: Tenant) -> None:
         del self._tenants[tenant.slot.idx]
+        self.kv.release(tenant)
         self._emit(SlotClosed(tenant.slot))
 
     def _fail(self, slot: SlotRef, message: str) -> None:
         tenant = self._tenants.get(slot.idx)
         if tenant is not None:
-            tenant.opening, tenant.turn = None, None
+            tenant.opening = tenant.opening_prefix = tenant.turn = None
+            tenant.start_context(tenant.context_length)
         self._emit(SlotFailed(slot, message))
 
     # ------------------------------------------------------------------ work
@@ -222,7 +229,8 @@ class PrefillLoop:
     def _most_urgent(self) -> Tenant | None:
         """Closed text first (somebody waits for audio), then new voices, then growing text; among
         equals, the one that has waited longest."""
-        tenant = min(self._tenants.values(), key=Tenant.urgency, default=None)
+        able = filter(self.kv.is_able, self._tenants.values())
+        tenant = min(able, key=Tenant.urgency, default=None)
         return None if tenant is None or tenant.urgency() == NOTHING_TO_DO else tenant
 
     def _has_been_served(self, tenant: Tenant) -> None:
@@ -242,61 +250,47 @@ class PrefillLoop:
             if segment.is_closed:
                 self._skip_segment(tenant, turn)
             return
+        assert tenant.prefix is not None, tenant
+        if not self.kv.load(tenant, tenant.prefix):  # it may have been taken away
+            return
         num_wanted = tenant.rows.shape[1] - int(segment.is_closed)  # the last row is decode's
-        tenant.num_done = self._prefill_chunk(
-            tenant, tenant.rows, tenant.num_done, num_wanted, tenant.context_length
-        )
+        stop = self.kv.next_stop(tenant.num_done, num_wanted)
+        num_frames = self._model.serving.max_frames
+        length = tenant.context_length + (num_wanted + num_frames if segment.is_closed else stop)
+        if not self.kv.reserve(tenant, length, is_urgent=segment.is_closed):
+            return
+        tenant.has_reserved = segment.is_closed
+        self.kv.write(tenant, tenant.rows, tenant.context_length, tenant.num_done, stop)
+        tenant.num_done = max(tenant.num_done, stop)
         if segment.is_closed and tenant.num_done >= num_wanted:
             self._hand_over(tenant, turn)
 
     def _advance_opening(self, tenant: Tenant, opening: OpenSlot) -> None:
-        if tenant.opening_rows is None:
-            tenant.opening_rows = self.checked_prefix_rows(opening.voices, opening.prompt)
-            tenant.num_done = 0
-        rows = tenant.opening_rows
-        key = prefix_key(rows)
-        is_cached = tenant.num_done == 0 and self._has_prefix(tenant, key)
-        if not is_cached:
-            tenant.prefix_key = None
-            tenant.num_done = self._prefill_chunk(tenant, rows, tenant.num_done, rows.shape[1], 0)
-            if tenant.num_done < rows.shape[1]:
-                return
-            self._prefixes.add(key, self._cache.snapshot(tenant.slot.idx, rows.shape[1]))
-        is_same = tenant.prefix_key == key  # voice and prompt stay: the dialogue goes on
-        tenant.prefix_key, tenant.prefix_length = key, rows.shape[1]
+        if tenant.opening_prefix is None:
+            rows = self._rows.prefix(opening.voices, opening.prompt)
+            tenant.opening_prefix = Prefix(rows, prefix_key(rows))
+        prefix = tenant.opening_prefix
+        is_same = tenant.key_in_kv == prefix.key
+        if not self.kv.load(tenant, prefix):
+            return
+        tenant.prefix, tenant.opening, tenant.opening_prefix = prefix, None, None
+        # Voice and prompt stay: the dialogue goes on.
         tenant.start_context(tenant.context_length if is_same else tenant.prefix_length)
-        tenant.opening, tenant.opening_rows = None, None
         tenant.last_turn = tenant.last_turn if is_same else None
         tenant.sampling, tenant.max_lead_ns = opening.sampling, opening.max_lead_ms * 1_000_000
         if tenant.turn is not None:
             tenant.turn.start_length = tenant.context_length
         prefill_ms = (time.perf_counter_ns() - tenant.opened_at_ns) / 1e6
-        self._emit(SlotReady(tenant.slot, prefill_ms, is_cached))
+        self._emit(SlotReady(tenant.slot, prefill_ms, prefix.was_cached))
         self._has_been_served(tenant)
 
-    def _has_prefix(self, tenant: Tenant, key: bytes) -> bool:
-        """Whether the slot's KV begins with the prefix now, without prefilling it."""
-        if tenant.prefix_key == key:
-            return True
-        prefix = self._prefixes.get(key)
-        if prefix is not None:
-            self._cache.copy_prefix(prefix, tenant.slot.idx)
-        return prefix is not None
-
     def checked_prefix_rows(self, voices: tuple[VoicePrompt, ...], prompt: str) -> Tensor:
-        """Rows i32 [1+K, T] (host) of the speaker reference and prompt. Callable on any thread.
+        """See `PromptRows.prefix`. Callable on any thread."""
+        return self._rows.prefix(voices, prompt)
 
-        Raises:
-            PromptError: they leave no room for a text, or do not fit the model's prompt format.
-        """
-        rows = prefix_rows(self._model, voices, prompt)
-        room = self._cache.max_len - self._model.serving.max_frames - MIN_TEXT_POSITIONS
-        if rows.shape[1] > room:
-            raise PromptError(
-                f"voice and prompt need {rows.shape[1]} positions, there is room for {room}; "
-                "use a shorter reference clip, reference text or prompt"
-            )
-        return rows
+    def warm_up(self, voice: VoicePrompt) -> None:
+        """Prefill a voice's prefix and keep it for ever. Only while no slot is open."""
+        self.kv.warm_up(self._rows.prefix((voice,), ""))
 
     def _prepare(self, tenant: Tenant, turn: Turn, segment: Segment) -> None:
         """Rows of the segment as it is now; what is in the KV already and still fits is kept."""
@@ -310,29 +304,25 @@ class PrefillLoop:
             tenant.rows, tenant.num_done = None, 0
             return
         tenant.rows = self._segment_rows(tenant, turn, spoken.phonemes, segment.is_closed)
-        num_shared = 0 if old is None else _common_prefix(old, tenant.rows)
+        num_shared = 0 if old is None else num_common(old, tenant.rows)
         tenant.num_done = min(tenant.num_done, num_shared)
 
     def _segment_rows(self, tenant: Tenant, turn: Turn, phonemes: str, is_closed: bool) -> Tensor:
-        prompt = self._model.prompt
-        lead = [] if tenant.context_length == tenant.prefix_length else [prompt.next_turn()]
-        text = prompt.user_text(phonemes)
-        tail = [prompt.assistant_header()] if is_closed else []
-        room = self._cache.max_len - tenant.context_length - self._model.serving.max_frames
-        num_needed = sum(part.shape[1] for part in [*lead, text, prompt.assistant_header()])
-        if num_needed > room and lead:  # the context is full: the dialogue starts afresh
+        is_first = tenant.context_length == tenant.prefix_length
+        made = self._rows.segment(
+            phonemes, tenant.context_length, is_first=is_first, is_closed=is_closed
+        )
+        if made.num_needed > made.room and not is_first:  # the context is full
             turn.forget(tenant.prefix_length)
             tenant.context_length, tenant.num_done = tenant.prefix_length, 0
             return self._segment_rows(tenant, turn, phonemes, is_closed)
-        if num_needed > room:
-            text = text[:, : max(1, text.shape[1] - (num_needed - room))]
-            if is_closed:  # once: a segment is prepared anew whenever it has grown
-                self._warn_of_truncation(tenant.slot, turn.turn_id, num_needed, room)
-        return torch.cat([*lead, text, *tail], dim=1)
-
-    def _warn_of_truncation(self, slot: SlotRef, turn_id: int, num_needed: int, room: int) -> None:
-        message = f"the segment needs {num_needed} positions, the context has room for {room}"
-        self._emit(EngineWarning(slot, turn_id, "text_truncated", message))
+        if made.num_needed > made.room and is_closed:  # once: it is made anew whenever it has grown
+            message = (
+                f"the segment needs {made.num_needed} positions, the context has room for "
+                f"{made.room}"
+            )
+            self._emit(EngineWarning(tenant.slot, turn.turn_id, "text_truncated", message))
+        return made.rows
 
     def _skip_segment(self, tenant: Tenant, turn: Turn) -> None:
         self._emit(SegmentEnd(tenant.slot, turn.turn_id, turn.next_segment, 0))
@@ -341,20 +331,8 @@ class PrefillLoop:
         self._finish_turn_if_over(tenant)
         self._has_been_served(tenant)
 
-    def _prefill_chunk(
-        self, tenant: Tenant, rows: Tensor, num_done: int, num_wanted: int, base: int
-    ) -> int:
-        """Prefill the next chunk of `rows`; returns how many are in the KV afterwards."""
-        stop = min(num_wanted, num_done + self._chunk)
-        if stop > num_done:
-            chunk = rows[:, num_done:stop].to(self._model.device, non_blocking=True)
-            self._model.dual_ar.prefill(chunk, self._cache, tenant.slot.idx, base + num_done)
-            self.num_positions += stop - num_done
-        return max(stop, num_done)
-
     def _hand_over(self, tenant: Tenant, turn: Turn) -> None:
         assert tenant.rows is not None
-        row = tenant.rows[:, -1].to(self._model.device, non_blocking=True)
         prefilled = Event(self._model.device)
         prefilled.record()
         turn.stamps_ns.setdefault("prefill_done", time.perf_counter_ns())
@@ -366,7 +344,7 @@ class PrefillLoop:
                 turn_id=turn.turn_id,
                 segment=turn.next_segment,
                 first_frame=turn.num_frames,
-                row=row,
+                row=tuple(tenant.rows[:, -1].tolist()),
                 position=tenant.context_length + tenant.rows.shape[1] - 1,
                 sampling=_segment_sampling(tenant.sampling, turn.next_segment),
                 max_frames=self._model.serving.max_frames,
@@ -375,21 +353,6 @@ class PrefillLoop:
                 prefilled=prefilled,
             )
         )
-
-
-def prefix_rows(model: SpeechModel, voices: tuple[VoicePrompt, ...], prompt: str) -> Tensor:
-    spoken = [
-        Voice(voice.name, model.front_end(voice.text).phonemes, torch.from_numpy(voice.codes))
-        for voice in voices
-        if voice.codes.shape[1]
-    ]
-    return model.prompt.prefix(spoken, prompt if model.serving.has_prompt else "")
-
-
-def _common_prefix(old: Tensor, new: Tensor) -> int:
-    num_shared = min(old.shape[1], new.shape[1])
-    equal = (old[:, :num_shared] == new[:, :num_shared]).all(dim=0)
-    return int(equal.to(torch.int32).cumprod(0).sum())
 
 
 def _segment_sampling(sampling: SamplingParams, segment: int) -> SamplingParams:

@@ -17,7 +17,7 @@ class Join:
     turn_id: int
     segment: int
     first_frame: int  # of this segment, counted within the turn
-    row: Tensor  # i32 [1+K] (device), the last prompt row, which the first step feeds
+    row: tuple[int, ...]  # 1+K numbers, the last prompt row, which the first step feeds
     position: int
     sampling: SamplingParams
     max_frames: int
@@ -57,15 +57,15 @@ class StepRow(NamedTuple):
 
 @dataclass(slots=True)
 class StepBuffer:
-    """Fixed memory of one step in flight. Free -> filled by decode -> read by decode (stop flags)
-    and by vocode (flags and codes) -> freed by vocode.
+    """Fixed memory of one step. Free -> filled by decode, which hands it on as soon as the ends are
+    known, while the device still works on the codes -> read by vocode -> freed by vocode.
 
-    codes: i32 [num_slots, K] (device)
-    is_end: bool [num_slots] (host, pinned), valid after `flags_copied`
+    codes: i32 [num_slots, K] (device), valid after `stepped`
+    is_end: of each row, whether the stream ended before this frame
     """
 
     codes: Tensor
-    is_end: Tensor
-    flags_copied: Event
+    started: Event
     stepped: Event
     rows: list[StepRow] = field(default_factory=list)
+    is_end: list[bool] = field(default_factory=list)

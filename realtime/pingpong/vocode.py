@@ -72,8 +72,7 @@ class VocodeLoop:
 
     def _vocode(self, step: StepBuffer) -> None:
         rows = step.rows
-        step.flags_copied.wait_on_host()
-        flags = step.is_end[: len(rows)].tolist()
+        flags = step.is_end
         live = [i for i, row in enumerate(rows) if not flags[i] and self._is_wanted(row)]
         if live:
             pcm = self._decode(step, live)
