@@ -1,13 +1,14 @@
 """Checkpoint files -> DualAR, with every tensor accounted for.
 
-Weights are memory-mapped and copied once, straight into the place they are used from. A tensor that
-is missing, left over or wrongly shaped is an error that names it.
+Weights are memory-mapped and copied once (see `model.upload`), straight into the place they are used
+from. A tensor that is missing, left over or wrongly shaped is an error that names it, before the
+first is read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -21,8 +22,9 @@ from model.config import FLAT_SCHEMA, DualARConfig
 from model.dual_ar import DualAR
 from model.errors import CheckpointError, ConfigError
 from model.layers import Block, Stack
+from model.tensor_files import INDEX_FILE, data_offsets
+from model.upload import Stored, Transfer, upload
 
-INDEX_FILE = "model.safetensors.index.json"
 # In this order; the second is the name inside a directory that holds several models' weights.
 SINGLE_FILES = ("model.safetensors", "dual_ar.safetensors")
 
@@ -37,7 +39,7 @@ _PREFIXES = (
 # Tables that older checkpoints store and that are computed here.
 _COMPUTED = frozenset({"freqs_cis", "fast_freqs_cis", "causal_mask"})
 _MAX_LISTED = 8
-_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
+_NOTHING: Mapping[str, object] = MappingProxyType({})
 _LFS_MAGIC = b"version https://git-lfs"
 
 
@@ -50,7 +52,12 @@ class Placement(NamedTuple):
 
 
 def load_dual_ar(
-    path: Path, device: torch.device | str, dtype: torch.dtype, *, end_id: int | None = None
+    path: Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    end_id: int | None = None,
+    on_bytes: Callable[[int], object] = lambda _: None,
 ) -> DualAR:
     """Load a checkpoint directory.
 
@@ -59,6 +66,7 @@ def load_dual_ar(
             tokenizer.json, which supplies token ids that config.json leaves out.
         dtype: of weights and activations, whatever the file stores.
         end_id: id of the end-of-speech token, where neither file says it.
+        on_bytes: told how many bytes were read since the last call.
 
     Raises:
         ConfigError: if the config does not fit or token ids are unknown.
@@ -70,12 +78,14 @@ def load_dual_ar(
     config = _complete(DualARConfig.from_file(path / "config.json"), path, end_id)
     state = read_state(path)
     model = DualAR(config, torch.device(device), dtype)
-    _place(path, state, list(placements(model, state)))
+    transfers = _fit(path, state, list(placements(model, state)))
+    state.clear()
+    upload(transfers, model.device, on_bytes)
     model.finish_loading()
     return model.eval()
 
 
-def read_state(path: Path) -> dict[str, Tensor]:
+def read_state(path: Path) -> dict[str, Stored]:
     """Memory-map all tensors of a checkpoint directory, under our names.
 
     Looks for a sharded checkpoint (model.safetensors.index.json), then for model.safetensors, then
@@ -85,13 +95,13 @@ def read_state(path: Path) -> dict[str, Tensor]:
         CheckpointError: if none exists, a shard is missing, a file is damaged or is a Git LFS
             pointer, or two tensors have the same name.
     """
-    state: dict[str, Tensor] = {}
+    state: dict[str, Stored] = {}
     for file in _weight_files(path):
-        for name, tensor in _read_file(file):
+        for name, stored in _read_file(file):
             ours = _our_name(name)
             if ours in state:
                 raise CheckpointError(f"{file}: tensor {name} is stored twice; remove one")
-            state[ours] = tensor
+            state[ours] = stored
     return state
 
 
@@ -138,12 +148,13 @@ def _checked_head(file: Path) -> Path:
     return file
 
 
-def _read_file(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _read_file(file: Path) -> Iterator[tuple[str, Stored]]:
     _checked_head(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:
+            offsets = data_offsets(file)
             for name in handle.keys():  # noqa: SIM118 - not a mapping
-                yield name, handle.get_tensor(name)
+                yield name, Stored(handle.get_tensor(name), file, offsets[name])
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{file}: {file.stat().st_size} bytes that are not a complete safetensors file "
@@ -198,7 +209,7 @@ def _added_tokens(file: Path) -> dict[str, int]:
         ) from error
 
 
-def placements(model: DualAR, state: Mapping[str, Tensor] = _NOTHING) -> Iterator[Placement]:
+def placements(model: DualAR, state: Mapping[str, object] = _NOTHING) -> Iterator[Placement]:
     """What a checkpoint of the model holds and where it goes.
 
     Args:
@@ -218,7 +229,7 @@ def placements(model: DualAR, state: Mapping[str, Tensor] = _NOTHING) -> Iterato
 
 
 def _stack_placements(
-    prefix: str, stack: Stack, state: Mapping[str, Tensor]
+    prefix: str, stack: Stack, state: Mapping[str, object]
 ) -> Iterator[Placement]:
     yield _whole(prefix + "norm.weight", stack.norm)
     for layer, block in enumerate(stack.layers):
@@ -227,7 +238,7 @@ def _stack_placements(
 
 
 def _block_placements(
-    prefix: str, block: Block, state: Mapping[str, Tensor]
+    prefix: str, block: Block, state: Mapping[str, object]
 ) -> Iterator[Placement]:
     """The table: what a block's parameters are called in checkpoints."""
     config = block.config
@@ -250,7 +261,7 @@ def _block_placements(
 
 
 def _qkv(
-    prefix: str, kind: str, target: Tensor, block: Block, state: Mapping[str, Tensor]
+    prefix: str, kind: str, target: Tensor, block: Block, state: Mapping[str, object]
 ) -> Iterator[Placement]:
     """Fused wqkv, or the wq, wk, wv of older checkpoints, which are its rows in this order."""
     if f"{prefix}wq.{kind}" not in state:
@@ -266,30 +277,26 @@ def _whole(name: str, target: Tensor) -> Placement:
     return Placement(name, tuple(target.shape), target)
 
 
-def _place(path: Path, state: dict[str, Tensor], placements: list[Placement]) -> None:
-    """Check all tensors, then copy; each is unmapped as soon as it is copied."""
-    expected = {placement.name for placement in placements}
+def _fit(path: Path, state: Mapping[str, Stored], placed: list[Placement]) -> list[Transfer]:
+    """Check all tensors before the first is read."""
+    expected = {placement.name for placement in placed}
     problems = [
-        f"{p.name}: missing, expected shape {list(p.shape)}"
-        for p in placements
-        if p.name not in state
+        f"{p.name}: missing, expected shape {list(p.shape)}" for p in placed if p.name not in state
     ]
     problems += [
-        f"{name}: left over with shape {list(tensor.shape)}, expected no such tensor"
-        for name, tensor in state.items()
+        f"{name}: left over with shape {list(stored.tensor.shape)}, expected no such tensor"
+        for name, stored in state.items()
         if name not in expected and name not in _COMPUTED
     ]
-    for placement in placements:
-        tensor = state.get(placement.name)
-        if tensor is not None:
-            problems += _misfits(placement, tensor)
+    for placement in placed:
+        if placement.name in state:
+            problems += _misfits(placement, state[placement.name].tensor)
     if problems:
         raise CheckpointError(
             f"{path}: {len(problems)} tensors do not fit config.json: {_listed(problems, '; ')}; "
             "config and weights must come from the same checkpoint"
         )
-    for placement in placements:
-        placement.target.copy_(state.pop(placement.name))
+    return [Transfer(state[placement.name], placement.target) for placement in placed]
 
 
 def _misfits(placement: Placement, tensor: Tensor) -> list[str]:
