@@ -18,7 +18,7 @@ class Text(NamedTuple):
 
 
 class Audio(NamedTuple):
-    frame: bytes
+    frames: tuple[bytes, ...]  # consecutive packets, written together
     turn_id: int
     audio_ms: float
 
@@ -32,7 +32,7 @@ Item = Text | Audio | Closing
 
 
 class Outbox:
-    """Single reader. `audio_ms` includes the packet that the socket is just being given."""
+    """Single reader. `audio_ms` includes the packets that the socket is just being given."""
 
     def __init__(self) -> None:
         self._items: deque[Item] = deque()
@@ -41,10 +41,16 @@ class Outbox:
         self._has_room.set()
         self._num_texts = 0
         self._audio_ms = 0.0
+        self._is_writing = True  # until the reader first asks
 
     @property
     def audio_ms(self) -> float:
         return self._audio_ms
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits and nothing is being written: what is written now keeps the order."""
+        return not self._items and not self._is_writing
 
     def put(self, item: Item) -> None:
         self._items.append(item)
@@ -63,9 +69,11 @@ class Outbox:
 
     async def take(self) -> Item:
         """The oldest item; call `taken` when the socket has it."""
+        self._is_writing = False
         while not self._items:
             self._has_items.clear()
             await self._has_items.wait()
+        self._is_writing = True
         return self._items.popleft()
 
     def taken(self, item: Item) -> None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import socket
+import struct
 from asyncio.transports import BaseTransport
+from collections.abc import Sequence
 from typing import Any, cast
 
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.http11 import Request
+from websockets.protocol import State
 
-from realtime.connection import ABORT_EXTENSION, MAX_SIZE_EXTENSION
+from realtime.connection import ABORT_EXTENSION, MAX_SIZE_EXTENSION, WRITE_NOW_EXTENSION
 from realtime.errors import CLOSE_CODE
 
 # What the kernel and the transport hold is audio that a barge-in cannot take back and that the
@@ -17,6 +20,24 @@ from realtime.errors import CLOSE_CODE
 _SOCKET_BUFFER_BYTES = 64 * 1024
 _TRANSPORT_BUFFER_BYTES = 8 * 1024
 _ABORT_AFTER_S = 5.0  # a client that was closed for being too slow may still read so long
+
+
+_FIN = 0x80
+_MAX_LENGTH_7, _MAX_LENGTH_16 = 125, 0xFFFF
+
+
+def frame_header(opcode: int, num_bytes: int) -> bytes:
+    """Of one whole message from a server without extensions (RFC 6455, section 5.2).
+
+    Example:
+        >>> frame_header(0x2, 200).hex()
+        '827e00c8'
+    """
+    if num_bytes <= _MAX_LENGTH_7:
+        return bytes((_FIN | opcode, num_bytes))
+    if num_bytes <= _MAX_LENGTH_16:
+        return struct.pack("!BBH", _FIN | opcode, 126, num_bytes)
+    return struct.pack("!BBQ", _FIN | opcode, 127, num_bytes)
 
 
 class PlosiveWebSocket(WebSocketsSansIOProtocol):
@@ -36,10 +57,28 @@ class PlosiveWebSocket(WebSocketsSansIOProtocol):
             extensions: dict[Any, Any] = self.scope["extensions"]
             extensions[ABORT_EXTENSION] = self._close_now
             extensions[MAX_SIZE_EXTENSION] = self._set_max_size
+            extensions[WRITE_NOW_EXTENSION] = self._write_now
 
     def _set_max_size(self, num_bytes: int) -> None:
         """Of this connection's messages, by whoever expects large ones, before it accepts."""
         self.conn.max_message_size = num_bytes
+
+    def _write_now(self, opcode: int, payloads: Sequence[bytes]) -> bool:
+        """Whole messages, in order, in one write, if the socket has taken all that came before.
+
+        A packet that goes through the writer's task and ASGI costs the event loop twice as much:
+        40 us instead of 20 at 64 paced streams (one core of an AMD EPYC).
+        """
+        is_open = self.handshake_complete and not self.close_sent and not self.disconnected
+        if not is_open or self.conn.state is not State.OPEN:
+            return False
+        if self.transport.get_write_buffer_size():
+            return False
+        parts: list[bytes] = []
+        for payload in payloads:
+            parts += (frame_header(opcode, len(payload)), payload)
+        self.transport.write(b"".join(parts))
+        return True
 
     async def send(self, message: ASGISendEvent) -> None:
         await super().send(message)

@@ -1,10 +1,8 @@
 """A tiny speech model with random weights, and a recorder for what an engine says."""
 
-import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,22 +18,19 @@ from realtime.pingpong.engine import EngineConfig, PingPongEngine
 from realtime.pingpong.messages import (
     CloseSlot,
     EndTurn,
-    Event,
     FramePcm,
     OpenSlot,
     SamplingParams,
     SetText,
     SlotClosed,
-    SlotFailed,
     SlotReady,
     SlotRef,
     TurnEnd,
     VoicePrompt,
 )
+from tests.support import recorder
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
-TIMEOUT_S = 30.0
-E_ = TypeVar("E_", bound=Event)
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -90,23 +85,8 @@ def sampling(seed: int = 1) -> SamplingParams:
     return SamplingParams(temperature=2.0, top_p=1.0, top_k=64, seed=seed)
 
 
-class Recorder:
-    """The sink: keeps every event and lets a test wait for one."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self._queue: queue.Queue[Event] = queue.Queue()
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        self._queue.put(event)
-
-    def wait(self, kind: type[E_], where: Callable[[E_], bool] = lambda _: True) -> E_:
-        while True:
-            event = self._queue.get(timeout=TIMEOUT_S)
-            assert kind is SlotFailed or not isinstance(event, SlotFailed), event
-            if isinstance(event, kind) and where(event):
-                return event
+class Recorder(recorder.Recorder):
+    """With what a slot has said as one array."""
 
     def pcm(self, slot: SlotRef, turn_id: int) -> np.ndarray:
         frames = [

@@ -1,0 +1,106 @@
+"""The engine without a model keeps the protocol of an engine."""
+
+import time
+
+import pytest
+
+from realtime.errors import EngineError, PlosiveError, VoiceError
+from realtime.pingpong.messages import (
+    CancelTurn,
+    CloseSlot,
+    EndTurn,
+    FramePcm,
+    OpenSlot,
+    SamplingParams,
+    SegmentEnd,
+    SetText,
+    SlotClosed,
+    SlotReady,
+    SlotRef,
+    TurnEnd,
+)
+from realtime.pingpong.tone import ToneConfig, ToneEngine
+from tests.support.recorder import Recorder
+
+SAMPLING = SamplingParams(0.7, 0.9, 30, seed=1)
+
+
+@pytest.fixture
+def engine():
+    engine = ToneEngine(ToneConfig(num_slots=3, step_ms=0.5))
+    yield engine
+    engine.stop()
+
+
+def opened(engine: ToneEngine, recorder: Recorder, max_lead_ms: int = 60_000) -> SlotRef:
+    slot = engine.slots.acquire()
+    assert slot is not None
+    engine.submit(OpenSlot(slot, (), "", SAMPLING, max_lead_ms))
+    recorder.wait(SlotReady, lambda event: event.slot == slot)
+    return slot
+
+
+def say(engine: ToneEngine, slot: SlotRef, turn_id: int, *texts: str) -> None:
+    for segment, text in enumerate(texts):
+        engine.submit(SetText(slot, turn_id, segment, text, is_closed=True))
+    engine.submit(EndTurn(slot, turn_id, len(texts)))
+
+
+def test_a_turn_is_whole(engine: ToneEngine) -> None:
+    recorder = Recorder()
+    engine.start(recorder)
+    slot = opened(engine, recorder)
+    say(engine, slot, 1, "A first segment.", "And a second.")
+    end = recorder.wait(TurnEnd)
+    frames = [event for event in recorder.events if isinstance(event, FramePcm)]
+    assert [frame.first_frame for frame in frames] == list(range(end.num_frames))
+    assert all(frame.pcm.shape == (2_048,) for frame in frames)
+    ends = [event for event in recorder.events if isinstance(event, SegmentEnd)]
+    assert [each.segment for each in ends] == [0, 1]
+    assert sum(each.num_frames for each in ends) == end.num_frames
+    assert list(end.stamps_ns) == ["prefill_done", "first_step", "first_pcm"]
+    assert list(end.stamps_ns.values()) == sorted(end.stamps_ns.values())
+    assert engine.stats()["decode_rows_total"] == end.num_frames
+
+
+def test_lead_is_held_below_its_cap(engine: ToneEngine) -> None:
+    recorder = Recorder()
+    engine.start(recorder)
+    slot = opened(engine, recorder, max_lead_ms=200)
+    say(engine, slot, 1, "word " * 40)
+    time.sleep(0.3)
+    num_frames = sum(isinstance(event, FramePcm) for event in recorder.events)
+    assert num_frames <= (300 + 200 + 3 * 46.4) / 46.4
+
+
+def test_cancel_and_close(engine: ToneEngine) -> None:
+    recorder = Recorder()
+    engine.start(recorder)
+    slot = opened(engine, recorder, max_lead_ms=200)
+    say(engine, slot, 1, "word " * 100)
+    recorder.wait(FramePcm)
+    slot = engine.slots.bump(slot)
+    engine.submit(CancelTurn(slot, 1, 0))
+    say(engine, slot, 2, "Now this.")
+    assert recorder.wait(TurnEnd).turn_id == 2
+    slot = engine.slots.bump(slot)
+    engine.submit(CloseSlot(slot))
+    engine.slots.release(recorder.wait(SlotClosed).slot)
+    assert engine.slots.num_free == 3
+
+
+def test_it_refuses_what_it_cannot_do(engine: ToneEngine) -> None:
+    with pytest.raises(VoiceError, match="learn no voice"):
+        engine.encode_voice(b"RIFF", 30.0)
+    engine.stop()
+    with pytest.raises(EngineError, match="stopped"):
+        engine.submit(CloseSlot(SlotRef(0, 1)))
+
+
+def test_pace_is_an_option() -> None:
+    config = ToneConfig.parse("tone:8,0.5", num_slots=7)
+    assert (config.num_slots, config.step_ms, config.host_ms) == (7, 8.0, 0.5)
+    assert ToneConfig.parse("tone", 2).step_ms == 5.0
+    for model in ("tone:fast", "tone:1,2", "tone:-1", "tone:nan"):
+        with pytest.raises(PlosiveError, match="expected tone"):
+            ToneConfig.parse(model, 1)
