@@ -28,7 +28,7 @@ from torch import Tensor
 SOURCES = Path(__file__).parent / "csrc"
 
 Scalar = ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float | ctypes.c_uint32 | ctypes.c_uint64
-Argument = Tensor | Scalar | None
+Argument = Tensor | Scalar | ctypes.Array[ctypes.c_uint64] | None  # the array: a tensor map
 Dim = tuple[int, ...]
 _LaunchKey = tuple[Dim, Dim, int, Dim, bool, int]
 

@@ -90,13 +90,11 @@ DEVICE u32 cluster_rank() {
   return rank;
 }
 
-// Orders shared-memory accesses of all threads of the cluster, before against after.
-DEVICE void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
-          : "memory");
-}
+// All threads of the cluster arrive, then wait: orders their shared-memory accesses, before against
+// after. A CTA's shared memory may be accessed by others between the first such barrier and the last.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
 // Address of the same variable in the shared memory of CTA `rank` of the cluster.
 DEVICE u32 cluster_address(u32 address, u32 rank) {
@@ -111,6 +109,15 @@ DEVICE float cluster_load(u32 address) {
   return value;
 }
 
+DEVICE float2 cluster_load2(u32 address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
+               : "=f"(v.x), "=f"(v.y)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 DEVICE float4 cluster_load4(u32 address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -118,6 +125,10 @@ DEVICE float4 cluster_load4(u32 address) {
                : "r"(address)
                : "memory");
   return v;
+}
+
+DEVICE void cluster_store2(u32 address, float x, float y) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
 DEVICE void cluster_store(u32 address, float value) {

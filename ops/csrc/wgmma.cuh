@@ -1,0 +1,71 @@
+// Warpgroup matrix multiply of Hopper: D [64 x N] f32 in registers += A [64 x k] * B [N x k]^T, both in
+// shared memory, K-major, 128-byte swizzled: row r's 16-byte chunk c lies at r * 128 + (c ^ r % 8) * 16.
+//
+// Thread t of the warpgroup holds, for every 8 columns j, rows r = t / 32 * 16 + t % 32 / 4 and r + 8
+// of columns c = 8 * j + t % 4 * 2 and c + 1: d[4j] (r, c), d[4j+1] (r, c+1), d[4j+2] (r+8, c), d[4j+3].
+#pragma once
+
+#include "common.cuh"
+
+// Of a tile that starts on a 1024-byte boundary; + 2 is the next 32 bytes of K.
+DEVICE u64 tile_descriptor(u32 address) {
+  constexpr u64 kGroupOf8Rows = 1024 >> 4, kSwizzle128 = 1;
+  return (address & 0x3FFFF) >> 4 | 1ull << 16 | kGroupOf8Rows << 32 | kSwizzle128 << 62;
+}
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kPending>
+DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+template <bool kIsFp8, int N>
+struct Wgmma;
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D8(i) D4(i), D4(i + 4)
+#define D16(i) D8(i), D8(i + 8)
+#define D32(i) D16(i), D16(i + 16)
+#define D48(i) D32(i), D16(i + 32)
+#define D64(i) D32(i), D32(i + 32)
+
+// One instruction: k = 32 for e4m3, 16 for bf16. The old value of d counts if `accumulate` is not 0.
+#define DEFINE_WGMMA(N, OUTPUTS, REGISTERS, A, B, P)                                              \
+  template <>                                                                                     \
+  struct Wgmma<true, N> {                                                                         \
+    static DEVICE void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                     \
+      asm volatile(                                                                               \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n"                                          \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" REGISTERS "}, " A ", " B   \
+          ", p, 1, 1;\n}"                                                                         \
+          : OUTPUTS                                                                               \
+          : "l"(a), "l"(b), "r"(accumulate));                                                     \
+    }                                                                                             \
+  };                                                                                              \
+  template <>                                                                                     \
+  struct Wgmma<false, N> {                                                                        \
+    static DEVICE void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {                     \
+      asm volatile(                                                                               \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\n"                                          \
+          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGISTERS "}, " A ", " B   \
+          ", p, 1, 1, 0, 0;\n}"                                                                   \
+          : OUTPUTS                                                                               \
+          : "l"(a), "l"(b), "r"(accumulate));                                                     \
+    }                                                                                             \
+  };
+
+#define R4 "%0, %1, %2, %3"
+#define R8 R4 ", %4, %5, %6, %7"
+#define R16 R8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define R32 R16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define R48 R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define R64 R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+DEFINE_WGMMA(8, D4(0), R4, "%4", "%5", "%6")
+DEFINE_WGMMA(16, D8(0), R8, "%8", "%9", "%10")
+DEFINE_WGMMA(32, D16(0), R16, "%16", "%17", "%18")
+DEFINE_WGMMA(64, D32(0), R32, "%32", "%33", "%34")
+DEFINE_WGMMA(96, D48(0), R48, "%48", "%49", "%50")
+DEFINE_WGMMA(128, D64(0), R64, "%64", "%65", "%66")

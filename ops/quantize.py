@@ -1,0 +1,141 @@
+"""Activations in block-scaled FP8, and RMSNorm that quantises as it goes.
+
+The layout of the scales is part of the type: `BlockScaled` holds them K-major and can be had only
+with scales of that shape and stride, so that scales of another layout are never read as these.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ops import nvrtc, reference, reference_fp8
+from ops.reference_fp8 import BLOCK, ceil_div
+
+Kind = Literal["bf16", "bsfp8"]
+
+_VALUES_PER_THREAD = 8  # 16 bytes of bf16
+_MAX_THREADS = 512
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """An activation [M, K]: value = data * scale of its group of 1x128.
+
+    Attributes:
+        data: e4m3 [M, K], contiguous.
+        scale: fp32 [ceil(K / 128), M rounded up to 4], contiguous: K-major, one run of M scales per
+            group of columns. What lies behind row M is not read.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.data.dtype == torch.float8_e4m3fn, self.data.dtype
+        assert self.data.dim() == 2 and self.data.is_contiguous(), self.data.stride()
+        assert self.scale.dtype == torch.float32, self.scale.dtype
+        assert tuple(self.scale.shape) == scale_shape(*self.data.shape), (
+            f"scales of {tuple(self.data.shape)} values are K-major "
+            f"{scale_shape(*self.data.shape)}, not {tuple(self.scale.shape)}"
+        )
+        assert self.scale.is_contiguous(), f"scales are contiguous, not {self.scale.stride()}"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def dequantize(self) -> Tensor:
+        """fp32 [M, K]."""
+        return reference_fp8.dequantize_rows(self.data, self.scale)
+
+    @classmethod
+    def from_row_major(cls, data: Tensor, scale: Tensor) -> BlockScaled:
+        """From scales fp32 [M, ceil(K / 128)] as files hold them: the one place that re-strides."""
+        num_rows, num_columns = data.shape
+        expected = (num_rows, ceil_div(num_columns, BLOCK))
+        assert tuple(scale.shape) == expected, f"{tuple(scale.shape)} is not {expected}"
+        return cls(data, torch.nn.functional.pad(scale.t(), (0, -num_rows % 4)).contiguous())
+
+
+Activation = Tensor | BlockScaled
+
+
+def scale_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
+    """Shape of the scales of an activation [M, K]."""
+    return ceil_div(num_columns, BLOCK), ceil_div(num_rows, 4) * 4
+
+
+def empty_block_scaled(num_rows: int, num_columns: int, device: torch.device) -> BlockScaled:
+    """Uninitialised, for a kernel to write."""
+    data = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=device)
+    shape = scale_shape(num_rows, num_columns)
+    return BlockScaled(data, torch.empty(shape, dtype=torch.float32, device=device))
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a weight [N, K] in blocks of 128x128, anywhere, at load time.
+
+    Returns:
+        e4m3 [N, K], and fp32 scales [ceil(N / 128), ceil(K / 128)].
+    """
+    return reference_fp8.quantize_weight(weight)
+
+
+def quantize_rows(x: Tensor) -> BlockScaled:
+    """Quantise bf16 [M, K] in groups of 1x128; the kernel's bits are the definition's."""
+    if x.device.type != "cuda":
+        return BlockScaled(*reference_fp8.quantize_rows(x))
+    num_rows, num_columns = x.shape
+    assert x.dtype == torch.bfloat16 and x.is_contiguous() and num_columns % 8 == 0, x.shape
+    out = empty_block_scaled(num_rows, num_columns, x.device)
+    blocks = ceil_div(num_columns, _MAX_THREADS * _VALUES_PER_THREAD)
+    threads = _threads(ceil_div(num_columns, blocks))
+    nvrtc.kernel("quantize.cu", "quantize_rows").launch(
+        (num_rows, blocks),
+        (threads,),
+        [x, out.data, out.scale, *_ints(num_rows, num_columns, out.scale.shape[1])],
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> Activation:
+    """RMSNorm of bf16 [M, C] rows, as `linear` of weights of that kind takes it.
+
+    "bsfp8" quantises the values that "bf16" returns.
+    """
+    if x.device.type != "cuda":
+        normed = reference.rms_norm(x, weight, eps)
+        return normed if kind == "bf16" else quantize_rows(normed)
+    num_rows, num_columns = x.shape
+    assert x.dtype == weight.dtype == torch.bfloat16, (x.dtype, weight.dtype)
+    assert x.is_contiguous() and num_columns % 8 == 0, (x.stride(), num_columns)
+    threads = _threads(num_columns)
+    items = ceil_div(num_columns, threads * _VALUES_PER_THREAD)
+    kernel = nvrtc.kernel("quantize.cu", f"rms_norm_{kind}", defines={"ITEMS": items})
+    if kind == "bf16":
+        out = torch.empty_like(x)
+        args = [x, weight, out, None, ctypes.c_float(eps), *_ints(num_rows, num_columns, 0)]
+        kernel.launch((num_rows,), (threads,), args)
+        return out
+    scaled = empty_block_scaled(num_rows, num_columns, x.device)
+    stride = scaled.scale.shape[1]
+    args = [x, weight, scaled.data, scaled.scale, ctypes.c_float(eps)]
+    kernel.launch((num_rows,), (threads,), [*args, *_ints(num_rows, num_columns, stride)])
+    return scaled
+
+
+def _threads(num_columns: int) -> int:
+    return min(ceil_div(num_columns, 32 * _VALUES_PER_THREAD) * 32, _MAX_THREADS)
+
+
+def _ints(*values: int) -> list[nvrtc.Argument]:
+    return [ctypes.c_int32(value) for value in values]

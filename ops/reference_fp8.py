@@ -1,0 +1,75 @@
+"""Plain PyTorch definitions of the two 8-bit formats: the oracle of the kernels, and the CPU path.
+
+Block-scaled FP8 (Hopper): e4m3 values with an fp32 scale per 1x128 of an activation and per
+128x128 of a weight. MXFP8 (Blackwell): e4m3 values with a power of two (UE8M0) per 1x32 of either.
+In both, value = data * scale. Arithmetic is fp32 and every step is one IEEE operation, so that a
+kernel can reproduce the bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128  # values of K that share a scale; and rows of a weight
+E4M3_MAX = 448.0
+_MIN_AMAX = 1e-10
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _scale_of(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """(factor onto the range of e4m3, scale back), both rounded once from `amax`."""
+    factor = E4M3_MAX / amax.clamp_min(_MIN_AMAX)
+    return factor, 1.0 / factor
+
+
+def _to_e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise an activation [M, K] in groups of 1x128.
+
+    Returns:
+        e4m3 [M, K], and fp32 scales [ceil(K / 128), M rounded up to 4], zero behind the last row.
+    """
+    num_rows, num_columns = x.shape
+    num_blocks = ceil_div(num_columns, BLOCK)
+    padded = F.pad(x.float(), (0, num_blocks * BLOCK - num_columns))
+    groups = padded.view(num_rows, num_blocks, BLOCK)
+    factor, scale = _scale_of(groups.abs().amax(-1))
+    data = _to_e4m3(groups * factor[..., None]).view(num_rows, -1)[:, :num_columns]
+    return data.contiguous(), F.pad(scale.t(), (0, -num_rows % 4)).contiguous()
+
+
+def dequantize_rows(data: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [M, K] of what `quantize_rows` gave."""
+    num_rows, num_columns = data.shape
+    per_value = scale[:, :num_rows].t().repeat_interleave(BLOCK, 1)[:, :num_columns]
+    return data.float() * per_value
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a weight [N, K] in blocks of 128x128.
+
+    Returns:
+        e4m3 [N, K], and fp32 scales [ceil(N / 128), ceil(K / 128)].
+    """
+    num_rows, num_columns = weight.shape
+    rows, columns = ceil_div(num_rows, BLOCK), ceil_div(num_columns, BLOCK)
+    padded = F.pad(weight.float(), (0, columns * BLOCK - num_columns, 0, rows * BLOCK - num_rows))
+    blocks = padded.view(rows, BLOCK, columns, BLOCK)
+    factor, scale = _scale_of(blocks.abs().amax((1, 3)))
+    data = _to_e4m3(blocks * factor[:, None, :, None]).view(rows * BLOCK, -1)
+    return data[:num_rows, :num_columns].contiguous(), scale
+
+
+def dequantize_weight(data: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [N, K] of what `quantize_weight` gave."""
+    num_rows, num_columns = data.shape
+    per_value = scale.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)
+    return data.float() * per_value[:, :num_columns]

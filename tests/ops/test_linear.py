@@ -1,0 +1,321 @@
+"""Packed weights and the linears over them: packing, definitions, kernels against fp64 sums.
+
+Error bounds of the kernels, relative to the norm of the output: 3e-3 for bf16 results of exact
+products (the rounding to bf16 alone is 1.7e-3), and as much for block-scaled FP8 against the
+dequantised inputs; the tensor cores keep at least 13 bits of a sum of 128, the rest is fp32.
+Against bf16 inputs that were never quantised the cosine is above 0.998.
+"""
+
+import pytest
+import torch
+
+from ops import linear as packed_linear
+from ops import nvrtc, reference, reference_fp8
+from ops.linear import gate_up_swiglu, linear, pack_bf16, pack_fp8, tile, unpack, untile
+from ops.linear_plans import Plan, plan_for
+from ops.quantize import BlockScaled, quantize_rows, quantize_weight
+
+S2_PRO = [(6144, 2560), (2560, 4096), (2560, 9728), (4097, 2560)]
+OTHERS = [(2048, 1024), (1024, 2048), (1024, 3072), (448, 320), (320, 832), (1024, 640)]
+GATE_UP = [(19456, 2560), (6144, 1024), (1664, 320), (1280, 320)]
+ROWS = [1, 2, 3, 4, 7, 8, 13, 16, 31, 32, 33, 64, 65, 96, 127, 128]
+MAX_ERROR = 3e-3
+
+
+def random_rows(num_rows, num_columns, device="cpu"):
+    return torch.randn(num_rows, num_columns, device=device).bfloat16()
+
+
+def random_weight(n, k, device="cpu"):
+    return (torch.randn(n, k, device=device) / k**0.5).bfloat16()
+
+
+def packed(weight, kind, *, is_gate_up=False):
+    if kind == "bf16":
+        return pack_bf16(weight, is_gate_up=is_gate_up)
+    return pack_fp8(*quantize_weight(weight), is_gate_up=is_gate_up)
+
+
+def activation(x, kind):
+    return x if kind == "bf16" else quantize_rows(x)
+
+
+def exact(weight, kind):
+    """The fp64 matrix that a packed weight stands for."""
+    if kind == "bf16":
+        return weight.double()
+    return reference_fp8.dequantize_weight(*quantize_weight(weight)).double()
+
+
+def exact_rows(x, kind):
+    return x.double() if kind == "bf16" else quantize_rows(x).dequantize().double()
+
+
+def error(out, expected):
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (320, 832), (130, 64), (1, 16)])
+def test_tiles_hold_the_matrix(n, k, dtype):
+    matrix = random_weight(n, k).to(dtype)
+    tiles = tile(matrix)
+    blocks = -(-k // 128) * (1 if dtype.itemsize == 1 else 2)
+    assert tiles.shape == (-(-n // 128) * 2, blocks, 8192) and tiles.is_contiguous()
+    rows = untile(tiles, dtype)
+    assert torch.equal(rows[:n, :k].float(), matrix.float())
+    assert not rows[n:].float().any() and not rows[:, k:].float().any()
+
+
+def test_a_tile_is_swizzled():
+    matrix = torch.arange(64 * 128).view(64, 128).to(torch.uint8)
+    matrix[:, ::16] = torch.arange(64)[:, None]  # each chunk begins with its row
+    matrix[:, 1::16] = torch.arange(8)  # ... and its number
+    (flat,) = tile(matrix, 64).view(1, -1)
+    for row in range(64):
+        for chunk in range(8):
+            start = row * 128 + (chunk ^ (row % 8)) * 16
+            assert flat[start] == row and flat[start + 1] == chunk
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+def test_unpack(kind):
+    weight = random_weight(192, 320)
+    matrix = unpack(packed(weight, kind))
+    expected = weight if kind == "bf16" else quantize_weight(weight)[0]
+    assert torch.equal(matrix.float(), expected.float())
+
+
+def test_the_order_of_gate_and_up_rows():
+    order = packed_linear._gate_up_order(64, torch.device("cpu"))
+    assert order[:32].tolist() == [
+        *range(0, 8),
+        *range(32, 40),
+        *range(8, 16),
+        *range(40, 48),
+    ]
+    assert sorted(order.tolist()) == list(range(64))
+
+
+@pytest.mark.parametrize("num_rows", [2 * 832, 2 * 640, 2 * 9728])
+def test_tile_scales_follow_the_rows_of_the_tiles(num_rows):
+    """Also where 128 rows of scale straddle gate and up."""
+    scale = torch.rand(-(-num_rows // 128), 3)
+    per_row = scale.repeat_interleave(128, 0)[:num_rows]
+    tiles = -(-num_rows // 256) * 4
+    for is_gate_up in (False, True):
+        tile_scale = packed_linear._tile_scales(scale, num_rows, tiles, is_gate_up)
+        rows = per_row
+        if is_gate_up:
+            rows = per_row[packed_linear._gate_up_order(num_rows, scale.device)]
+        expanded = tile_scale.transpose(1, 2)[:, None, :, None, :].expand(-1, 4, -1, 8, -1)
+        assert torch.equal(expanded.reshape(tiles * 64, 3)[:num_rows], rows)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_definitions(kind, num_rows):
+    x, weight = random_rows(num_rows, 320), random_weight(192, 320)
+    bias, residual = random_rows(1, 192)[0], random_rows(num_rows, 192)
+    out = linear(activation(x, kind), packed(weight, kind), bias=bias, residual=residual)
+    expected = exact_rows(x, kind) @ exact(weight, kind).T + bias.double() + residual.double()
+    assert out.dtype == torch.bfloat16 and error(out, expected) < MAX_ERROR
+    both = random_weight(256, 320)
+    activated = gate_up_swiglu(activation(x, kind), packed(both, kind, is_gate_up=True))
+    product = (exact_rows(x, kind) @ exact(both, kind).T).bfloat16()
+    expected = reference.swiglu(product)
+    if kind == "bsfp8":
+        assert isinstance(activated, BlockScaled)
+        activated, expected = activated.dequantize(), quantize_rows(expected).dequantize()
+    assert error(activated, expected.double()) < 5e-3
+
+
+def test_the_definition_carries_fp32_and_the_references_bits():
+    x, weight = torch.randn(3, 320), torch.randn(192, 320)
+    expected = reference.linear(x, reference.pack_weight(weight))
+    assert torch.equal(linear(x, pack_bf16(weight)), expected)
+
+
+def test_what_does_not_fit_is_refused():
+    weight = random_weight(192, 320)
+    data, scale = quantize_weight(weight)
+    with pytest.raises(AssertionError, match=r"\(2, 3\)"):
+        pack_fp8(data, scale.t().contiguous())
+    square, its_scale = quantize_weight(random_weight(384, 384))
+    with pytest.raises(AssertionError, match="row-major"):
+        pack_fp8(square, its_scale.t())
+    with pytest.raises(AssertionError, match="bsfp8 weight"):
+        linear(random_rows(1, 320), pack_fp8(data, scale))
+    with pytest.raises(AssertionError, match="bf16 weight"):
+        linear(quantize_rows(random_rows(1, 320)), pack_bf16(weight))
+    with pytest.raises(AssertionError, match="640"):
+        linear(random_rows(1, 640), pack_bf16(weight))
+    with pytest.raises(AssertionError, match="interleaved"):
+        linear(random_rows(1, 320), pack_bf16(weight, is_gate_up=True))
+
+
+PLANS = [
+    (shape, num_rows, kind, is_gate_up)
+    for is_gate_up, shapes in ((False, S2_PRO + OTHERS), (True, GATE_UP))
+    for shape in shapes
+    for num_rows in ROWS
+    for kind in ("bf16", "bsfp8")
+]
+
+
+def test_every_plan_fits_an_sm():
+    for (n, k), num_rows, kind, is_gate_up in PLANS:
+        plan = plan_for(kind, num_rows, n, k, is_gate_up)
+        blocks = -(-k // 128) * (1 if kind == "bsfp8" else 2)
+        shared = plan.shared_bytes(kind == "bsfp8", is_gate_up, blocks)
+        assert shared <= 227 * 1024, (plan, n, k)
+        assert plan.split <= min(blocks, 8) and plan.cluster(is_gate_up, kind == "bsfp8") <= 8
+        assert plan.cols >= num_rows, (plan, num_rows)
+
+
+def test_every_variant_in_use_compiles():
+    pytest.importorskip("cuda.bindings.nvrtc")
+    variants = {
+        tuple(plan_for(kind, num_rows, n, k, up).defines(kind == "bsfp8", up).items())
+        for (n, k), num_rows, kind, up in PLANS
+    }
+    for variant in sorted(variants):
+        assert nvrtc.compile_source("linear.cu", "sm_90a", dict(variant))[:4] == b"\x7fELF"
+
+
+def poisoned_launch(x, weight, num_features, **options):
+    """`launch` into NaNs."""
+    shape = (x.shape[0], num_features)
+    if weight.is_gate_up and weight.kind == "bsfp8":
+        out = BlockScaled(
+            torch.full(shape, 0x7F, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
+            torch.full((-(-shape[1] // 128), -(-shape[0] // 4) * 4), torch.nan, device="cuda"),
+        )
+    else:
+        out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    packed_linear.launch(x, weight, out, **options)
+    return out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize(("n", "k"), S2_PRO + OTHERS)
+def test_linear_kernels(n, k, kind):
+    weight = random_weight(n, k, "cuda")
+    tiles, matrix = packed(weight, kind), exact(weight, kind)
+    source = weight if kind == "bf16" else quantize_weight(weight)[0]
+    assert torch.equal(unpack(tiles).float(), source.float())
+    bias = random_rows(1, n, "cuda")[0]
+    for num_rows in ROWS:
+        x, residual = random_rows(num_rows, k, "cuda"), random_rows(num_rows, n, "cuda")
+        product = exact_rows(x, kind) @ matrix.T
+        out = poisoned_launch(activation(x, kind), tiles, n)
+        assert error(out, product) < MAX_ERROR, (num_rows, error(out, product))
+        plain = linear(activation(x, kind), tiles)
+        assert torch.equal(out, plain), num_rows
+        both = linear(activation(x, kind), tiles, bias=bias, residual=residual)
+        rounded = (product + bias.double()).bfloat16().double()
+        assert error(both, rounded + residual.double()) < MAX_ERROR, num_rows
+        truth = (x.double() @ weight.double().T).flatten()
+        assert torch.cosine_similarity(out.double().flatten(), truth, dim=0) > 0.998
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize(("n", "k"), GATE_UP)
+def test_gate_up_kernels(n, k, kind):
+    weight = random_weight(n, k, "cuda")
+    tiles, matrix = packed(weight, kind, is_gate_up=True), exact(weight, kind)
+    source = weight if kind == "bf16" else quantize_weight(weight)[0]
+    assert torch.equal(unpack(tiles).float(), source.float())
+    for num_rows in ROWS:
+        x = random_rows(num_rows, k, "cuda") * 3
+        activated = reference.swiglu((exact_rows(x, kind) @ matrix.T).bfloat16())
+        out = poisoned_launch(activation(x, kind), tiles, n // 2)
+        if kind == "bf16":
+            assert error(out, activated.double()) < 2 * MAX_ERROR, num_rows
+            continue
+        expected = quantize_rows(activated)
+        used = out.scale[:, :num_rows]
+        torch.testing.assert_close(used, expected.scale[:, :num_rows], rtol=2e-2, atol=0)
+        assert not out.scale[:, num_rows:].any(), num_rows
+        # 3 % of the values fall on the other side of a rounding step of e4m3, a sixteenth.
+        assert error(out.dequantize(), expected.dequantize().double()) < 2e-2, num_rows
+        truth = reference.swiglu(x @ weight.T).double().flatten()
+        cosine = torch.cosine_similarity(out.dequantize().double().flatten(), truth, dim=0)
+        assert cosine > 0.997, (num_rows, float(cosine))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+def test_a_row_does_not_depend_on_its_neighbours(kind):
+    """Bit for bit while the plan is the same one."""
+    weight = packed(random_weight(2560, 4096, "cuda"), kind)
+    x = random_rows(128, 4096, "cuda")
+    whole = linear(activation(x, kind), weight)
+    for first, last in ((0, 128), (3, 128), (50, 128), (64, 128)):
+        plan = plan_for(kind, 128, 2560, 4096, False)
+        part = poisoned_launch(activation(x[first:last], kind), weight, 2560, plan=plan)
+        assert torch.equal(part, whole[first:last])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize("num_rows", [129, 300])
+def test_more_rows_than_a_tile_holds(kind, num_rows):
+    weight = random_weight(448, 320, "cuda")
+    x = random_rows(num_rows, 320, "cuda")
+    out = linear(activation(x, kind), packed(weight, kind))
+    assert error(out, exact_rows(x, kind) @ exact(weight, kind).T) < MAX_ERROR
+    both = packed(random_weight(1280, 320, "cuda"), kind, is_gate_up=True)
+    activated = gate_up_swiglu(activation(x, kind), both)
+    halves = [
+        gate_up_swiglu(activation(x[i : i + 128], kind), both)
+        for i in (0, 128, 256)[:3]
+        if i < num_rows
+    ]
+    if kind == "bf16":
+        assert error(activated, torch.cat(halves).double()) < MAX_ERROR
+    else:
+        joined = torch.cat([half.dequantize() for half in halves])
+        assert error(activated.dequantize(), joined.double()) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 128])
+def test_replay_equals_eager(kind, num_rows):
+    """A chain of dependent launches, captured; every kernel sees what the one before it wrote."""
+    gate_up = packed(random_weight(2 * 1024, 512, "cuda"), kind, is_gate_up=True)
+    down = packed(random_weight(512, 1024, "cuda"), kind)
+    x = random_rows(num_rows, 512, "cuda")
+
+    def step():
+        h = x
+        for _ in range(4):
+            h = linear(gate_up_swiglu(activation(h, kind), gate_up), down, residual=h)
+        return h
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        x.copy_(random_rows(num_rows, 512, "cuda"))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, step())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+@pytest.mark.parametrize("warpgroups", [1, 2])
+@pytest.mark.parametrize("cols", [8, 64, 128])
+def test_every_way_to_cut_k_gives_the_same_sums(cols, warpgroups, split):
+    for kind in ("bf16", "bsfp8"):
+        weight = random_weight(320, 832, "cuda")
+        x = random_rows(min(cols, 100), 832, "cuda")
+        plan = Plan(cols, warpgroups, 2, split)
+        out = poisoned_launch(activation(x, kind), packed(weight, kind), 320, plan=plan)
+        assert error(out, exact_rows(x, kind) @ exact(weight, kind).T) < MAX_ERROR
