@@ -85,6 +85,7 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
     connections made meanwhile wait.
     """
     started_s = time.monotonic()
+    sys.setswitchinterval(_GIL_SWITCH_S)
     try:
         _check_descriptors(config)
         load_opuslib()
