@@ -27,7 +27,14 @@ _MAX_START_BYTES = 1024  # of one stream's state, with where it goes
 class FrameRunner:
     """One thread, the one that decodes."""
 
-    def __init__(self, model: DualAR, cache: KVCache, num_slots: int) -> None:
+    def __init__(
+        self,
+        model: DualAR,
+        cache: KVCache,
+        num_slots: int,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        """`sizes`: batches worth a graph, if not those of `bucket_sizes`; up to `num_slots`."""
         device = model.device
         self.state: FrameState = model.new_frame_state(num_slots)
         self._model = model
@@ -38,7 +45,7 @@ class FrameRunner:
         self._chosen = Event(device, is_external=True)
         self._upload_slots = Upload(8 * num_slots, device)
         self._upload_starts = Upload(_MAX_START_BYTES * num_slots, device)
-        self._graphs = GraphSet(device, self._run, bucket_sizes(num_slots))
+        self._graphs = GraphSet(device, self._run, sizes or bucket_sizes(num_slots))
 
     @property
     def graph_bytes(self) -> int:

@@ -1,0 +1,262 @@
+"""The captured frame alone: frames/s of the DualAR at a batch size and a context, weights cold.
+
+    python -m bench_ttfa.frames --model random:s2-pro --format bf16,bsfp8 --batch 1,16,64
+    python -m bench_ttfa.frames ... --gate bench_ttfa/baselines/h200.json     # exit code 1: slower
+    python -m bench_ttfa.frames ... --freeze bench_ttfa/baselines/h200.json
+
+A frame is what decode launches (`realtime.pingpong.frames`): slow AR, sampling, the copy of the
+ends, the fast AR, in one CUDA graph, launched frame after frame as in life, so that every frame
+reads its weights anew from memory. `eager` is the same model in plain PyTorch, in one graph too.
+Times are those of CUDA events around RUN_FRAMES frames, the median of some runs.
+
+The gate compares frames/s per stream with a baseline of the same GPU and model, and fails when any
+is more than TOLERANCE below it. Rule for the baseline: whoever makes a frame faster freezes it anew
+in the same change; it is never frozen lower, unless a correction has to cost time, and then that
+commit says which and how much.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from bench_ttfa.system import describe_machine, describe_software
+from model.dual_ar import DualAR
+from model.kv_cache import KVCache
+from model.loader import load_dual_ar
+from model.random_model import RandomModel, is_random
+from model.sampling import SamplingParams
+from realtime.pingpong.device import Event
+from realtime.pingpong.frames import FrameRunner
+
+FORMATS = ("eager", "bf16", "bsfp8")
+RUN_FRAMES = 32  # contexts grow by as many within a run; --context is their mean
+NUM_RUNS = 7
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTime:
+    """Of one batch size."""
+
+    format: str
+    batch: int
+    context: int  # positions that a stream reads, mean
+    frame_ms: float
+    frames_per_s: float  # of all streams
+    fastest_ms: float  # of the runs
+    slowest_ms: float
+
+    @property
+    def per_stream(self) -> float:
+        return self.frames_per_s / self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model ready to be timed, and what it takes on the device."""
+
+    model: DualAR
+    cache: KVCache
+    runner: FrameRunner
+
+    def memory(self) -> dict[str, float]:
+        """MiB."""
+        sizes = {
+            "weights": self.model.nbytes,
+            "kv": self.cache.kv.nbytes,
+            "graphs": self.runner.graph_bytes,
+        }
+        return {name: round(size / 2**20, 1) for name, size in sizes.items()}
+
+
+def load(name: str, form: str, device: torch.device) -> DualAR:
+    """A checkpoint directory or `random:...`, run in a format."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if is_random(name):
+        model = RandomModel.parse(name).dual_ar(device, dtype)
+    else:
+        model = load_dual_ar(Path(name), device, dtype)
+    if form != "eager":
+        model.use_kernels("bsfp8" if form == "bsfp8" else "bf16")
+    return model
+
+
+def prepare(model: DualAR, batches: Sequence[int], context: int) -> Subject:
+    """Graphs of the batch sizes, over a cache full of noise."""
+    num_slots, max_len = max(batches), context + RUN_FRAMES
+    cache = model.new_cache(num_slots, max_len)
+    for layer in cache.kv:
+        layer.normal_()
+    runner = FrameRunner(model, cache, num_slots, batches)
+    runner.capture(iter)
+    return Subject(model, cache, runner)
+
+
+def time_frames(subject: Subject, form: str, batch: int, context: int) -> FrameTime:
+    slots, row = list(range(batch)), [0] * subject.runner.state.rows.shape[1]
+    row[0] = subject.model.semantic_ids[0]
+    times_ms = []
+    for run in range(NUM_RUNS + 1):
+        subject.runner.start(
+            [
+                subject.runner.state.start_words(
+                    slot, row, context - RUN_FRAMES // 2, SamplingParams(seed=1000 * run + slot)
+                )
+                for slot in slots
+            ]
+        )
+        begun, over = (Event(subject.model.device, is_timed=True) for _ in range(2))
+        begun.record()
+        for _ in range(RUN_FRAMES):
+            subject.runner.launch(slots)
+        over.record()
+        over.wait_on_host()
+        times_ms.append(begun.ms_until(over) / RUN_FRAMES)
+    times_ms = times_ms[1:]  # the first warms up
+    frame_ms = statistics.median(times_ms)
+    return FrameTime(
+        format=form,
+        batch=batch,
+        context=context,
+        frame_ms=round(frame_ms, 4),
+        frames_per_s=round(1000 * batch / frame_ms, 1),
+        fastest_ms=round(min(times_ms), 4),
+        slowest_ms=round(max(times_ms), 4),
+    )
+
+
+def compare(baseline: dict[str, float], results: Sequence[FrameTime]) -> list[str]:
+    """What is slower than the baseline allows, in words."""
+    slow = []
+    for result in results:
+        frozen = baseline.get(_key(result))
+        if frozen is not None and result.per_stream < (1 - TOLERANCE) * frozen:
+            change = result.per_stream / frozen - 1
+            slow.append(
+                f"{_key(result)}: {result.per_stream:.1f} frames/s per stream, {change:.1%} from "
+                f"the baseline's {frozen:.1f} (allowed: -{TOLERANCE:.0%})"
+            )
+    return slow
+
+
+def _key(result: FrameTime) -> str:
+    return f"{result.format} c={result.batch} context={result.context}"
+
+
+def _baseline(file: Path, model: str, gpu: str) -> dict[str, float] | None:
+    """Frames/s per stream by `_key`; None: there is none for this model and GPU."""
+    if not file.is_file():
+        return None
+    frozen = json.loads(file.read_text("utf-8"))
+    is_same = (frozen["model"], frozen["gpu"]) == (model, gpu)
+    return dict(frozen["frames_per_s_per_stream"]) if is_same else None
+
+
+def _freeze(file: Path, args: argparse.Namespace, gpu: str, results: list[FrameTime]) -> None:
+    rates = _baseline(file, args.model, gpu) or {}
+    rates |= {_key(result): round(result.per_stream, 2) for result in results}
+    frozen = {
+        "rule": "moved up by the change that makes a frame faster; never down without a reason "
+        "in the commit's message",
+        "model": args.model,
+        "gpu": gpu,
+        "software": describe_software(),
+        "frames_per_s_per_stream": rates,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(frozen, indent=1) + "\n", encoding="utf-8")
+    print(f"frozen: {file}")
+
+
+def _gate(file: Path, args: argparse.Namespace, gpu: str, results: list[FrameTime]) -> int:
+    baseline = _baseline(file, args.model, gpu)
+    if baseline is None:
+        print(f"no baseline for {args.model} on {gpu} in {file}: nothing to compare")
+        return 2
+    slow = compare(baseline, results)
+    print("\n".join(slow) or f"within {TOLERANCE:.0%} of {file}, or faster")
+    return 1 if slow else 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _formats(text: str) -> list[str]:
+    formats = text.split(",")
+    if unknown := sorted(set(formats) - set(FORMATS)):
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FORMATS)}")
+    return formats
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench_ttfa.frames",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="random:s2-pro", help="checkpoint directory or random:*")
+    parser.add_argument("--format", type=_formats, default=list(FORMATS), help=", ".join(FORMATS))
+    parser.add_argument("--batch", type=_numbers, default=[1, 16, 64], help="streams at once")
+    parser.add_argument("--context", type=int, default=600, help="positions each stream reads")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--gate", type=Path, metavar="FILE", help="compare with a baseline")
+    parser.add_argument("--freeze", type=Path, metavar="FILE", help="make this run the baseline")
+    return parser
+
+
+@torch.inference_mode()
+def run(args: argparse.Namespace) -> tuple[list[FrameTime], dict[str, dict[str, float]]]:
+    """Times, and memory in MiB by format."""
+    results, memory = [], {}
+    device = torch.device(args.device)
+    for form in args.format:
+        model = load(args.model, form, device)
+        subject = prepare(model, args.batch, args.context)
+        memory[form] = subject.memory()
+        print(f"{form}: MiB {memory[form]}", flush=True)
+        for batch in args.batch:
+            result = time_frames(subject, form, batch, args.context)
+            print(
+                f"{_key(result)}: {result.frame_ms:.3f} ms ({result.fastest_ms:.3f} to "
+                f"{result.slowest_ms:.3f}), {result.frames_per_s:,.0f} frames/s",
+                flush=True,
+            )
+            results.append(result)
+        del model, subject
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return results, memory
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if not torch.cuda.is_available():
+        print("frames are timed on a CUDA device, and there is none", file=sys.stderr)
+        return 2
+    gpu = torch.cuda.get_device_name(args.device)
+    results, memory = run(args)
+    if args.json:
+        record = {
+            "model": args.model,
+            "gpu": gpu,
+            "machine": describe_machine(),
+            "software": describe_software(),
+            "memory_mib": memory,
+            "frames": [asdict(result) for result in results],
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if args.freeze:
+        _freeze(args.freeze, args, gpu, results)
+    return _gate(args.gate, args, gpu, results) if args.gate else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
