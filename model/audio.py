@@ -3,7 +3,7 @@
 Clips come from strangers. What is read is bounded in bytes, packets and seconds while it is being
 decoded, only self-contained formats are opened (no playlists, which could name other files), and
 every way in which a clip can be unusable is a `ClipError` that says what was got, what was
-expected and what to do.
+expected and what to do. Without torch, so that a child process can start quickly and do it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import av
 import av.error
 import numpy as np
 import soxr
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from model.errors import ModelError
+from model.errors import ClipError
 
 MAX_CLIP_BYTES = 64 * 2**20  # 60 s of 48 kHz stereo f32 is 22 MiB
 MAX_CLIP_SECONDS = 60.0  # a voice needs 10 to 30 s; more only fills the model's context
@@ -51,10 +49,6 @@ _FORMATS = (
 Samples = NDArray[np.float32]
 
 
-class ClipError(ModelError):
-    """A clip cannot serve as reference audio; the message says why and what to do."""
-
-
 def read_clip(
     data: bytes | str | Path,
     sample_rate: int,
@@ -63,7 +57,7 @@ def read_clip(
     min_seconds: float = MIN_CLIP_SECONDS,
     max_bytes: int = MAX_CLIP_BYTES,
     trim_silence: bool = False,
-) -> Tensor:
+) -> Samples:
     """Read a clip of any common container, codec, rate and channel count.
 
     Args:
@@ -75,7 +69,7 @@ def read_clip(
         trim_silence: cut leading and trailing silence down to 50 ms.
 
     Returns:
-        f32 [N] (cpu) — mono (mean of the channels), at most 1 in size, finite, not silent.
+        f32 [N] — mono (mean of the channels), at most 1 in size, finite, not silent.
 
     Raises:
         ClipError: if the clip is not audio, is empty, silent, too short, too long, too large, or
@@ -95,7 +89,7 @@ def read_clip(
             f"{'sound' if trim_silence else 'audio'}; expected at least {min_seconds:g} s: "
             "record a longer one (10 to 30 s of clean speech is best)"
         )
-    return torch.from_numpy(np.clip(samples, -1.0, 1.0).astype(np.float32, copy=False))
+    return np.clip(samples, -1.0, 1.0).astype(np.float32, copy=False)
 
 
 def _read_bytes(data: bytes | str | Path, max_bytes: int) -> bytes:

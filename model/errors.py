@@ -4,6 +4,7 @@
     ├── ConfigError       config.json does not describe a model that this code runs
     ├── CheckpointError   weight files are missing, damaged, or do not fit the config
     ├── PromptError       text, voice or tokenizer cannot be turned into a prompt
+    ├── ClipError         a recording cannot serve as reference audio
     └── SamplingError     a sampling parameter is out of range
 
 Every message says what was got, what was expected and what to do. Broken invariants inside
@@ -27,6 +28,10 @@ class CheckpointError(ModelError):
 
 class PromptError(ModelError):
     """A text, a voice or a tokenizer does not fit the model's prompt format."""
+
+
+class ClipError(ModelError):
+    """A clip cannot serve as reference audio; the message says why and what to do."""
 
 
 class SamplingError(ModelError):

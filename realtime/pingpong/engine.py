@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.audio import ClipError, read_clip
-from model.errors import ConfigError, ModelError
+from model.errors import ClipError, ConfigError, ModelError
 from model.speech_model import SpeechModel
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.api import EngineInfo
+from realtime.pingpong.clip_process import read_clip_apart
 from realtime.pingpong.decode import DecodeLoop
 from realtime.pingpong.messages import (
     CancelTurn,
@@ -208,11 +208,11 @@ class PingPongEngine:
         self._set_threads()
         codec = self._model.codec
         try:
-            wav = read_clip(clip, codec.sample_rate, max_seconds=max_seconds, trim_silence=True)
+            samples = read_clip_apart(clip, codec.sample_rate, max_seconds)
         except ClipError as error:
             raise VoiceError("invalid_clip", str(error), param="file") from error
         with torch.inference_mode():
-            codes = codec.encode(wav[None].to(self._model.device))
+            codes = codec.encode(torch.from_numpy(samples)[None].to(self._model.device))
         return codes[0].to(torch.int32).cpu().numpy()
 
     def check_voice(self, voice: VoicePrompt) -> None:
