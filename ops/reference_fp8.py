@@ -13,8 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # values of K that share a scale; and rows of a weight
+MX_GROUP = 32  # values of K that share a scale of MXFP8
 E4M3_MAX = 448.0
 _MIN_AMAX = 1e-10
+_UE8M0_BIAS = 127
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -73,3 +75,26 @@ def dequantize_weight(data: Tensor, scale: Tensor) -> Tensor:
     num_rows, num_columns = data.shape
     per_value = scale.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)
     return data.float() * per_value[:, :num_columns]
+
+
+def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a matrix [M, K] in groups of 1x32 with a power of two each, the least that fits.
+
+    Returns:
+        e4m3 [M, K], and u8 [M, ceil(K / 32)], row-major: UE8M0, the exponent plus 127.
+    """
+    num_rows, num_columns = x.shape
+    num_groups = ceil_div(num_columns, MX_GROUP)
+    padded = F.pad(x.float(), (0, num_groups * MX_GROUP - num_columns))
+    groups = padded.view(num_rows, num_groups, MX_GROUP)
+    fraction, exponent = torch.frexp(groups.abs().amax(-1).clamp_min(_MIN_AMAX) / E4M3_MAX)
+    exponent = exponent - (fraction == 0.5).int()  # a power of two is its own scale
+    data = _to_e4m3(torch.ldexp(groups, -exponent[..., None])).view(num_rows, -1)
+    return data[:, :num_columns].contiguous(), (exponent + _UE8M0_BIAS).to(torch.uint8)
+
+
+def dequantize_mxfp8(data: Tensor, scale: Tensor) -> Tensor:
+    """fp32 [M, K] of what `quantize_mxfp8` gave."""
+    exponent = scale.int() - _UE8M0_BIAS
+    per_value = exponent.repeat_interleave(MX_GROUP, 1)[:, : data.shape[1]]
+    return torch.ldexp(data.float(), per_value)
