@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def child_runs(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def test_the_same_samples() -> None:
-    clip = encode(chirp(1.5, 44_100), 44_100, "ogg", "libopus", 2)
+    clip = encode(chirp(1.5, 48_000), 48_000, "ogg", "libopus", 2)
     expected = read_clip(clip, RATE, max_seconds=10, trim_silence=True)
     assert np.array_equal(read_clip_apart(clip, RATE, 10.0), expected)
 
@@ -71,17 +72,18 @@ def test_the_child_knows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     ("attempt", "outcome"),
     [
         ("bytearray(2**31)", "MemoryError"),
-        ("open('/tmp/plosive-child-test', 'w').write('x' * 9)", "File too large"),
+        ("open('written', 'wb', 0).write(b'x')", "File too large"),
         ("import resource; print(resource.getrlimit(resource.RLIMIT_CPU))", f"({MAX_CPU_S}, "),
     ],
 )
-def test_the_childs_limits(attempt: str, outcome: str) -> None:
+def test_the_childs_limits(tmp_path: Path, attempt: str, outcome: str) -> None:
     script = f"from realtime.pingpong import clip_child; clip_child.limit_resources(); {attempt}"
     child = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         env=clip_process._environ() | {"PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=tmp_path,
         check=False,
     )
     assert outcome in child.stdout + child.stderr
