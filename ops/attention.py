@@ -3,19 +3,44 @@
 A row is one position of one slot. On CUDA these are kernels of `ops/csrc` (bf16, D 64 or 128, up to
 eight query heads per key/value head); elsewhere the definitions in `ops/reference_paged.py`.
 
-How many CTAs share a row depends on the number of rows and on `max_pages` alone, so launches can be
-captured, and a row's bits depend on its own data and on that number: the same row in two batches of
-the same split gives the same bits, whatever its neighbours, its slot and its pages are.
+How many warps share a row depends on the number of rows and on `max_pages` alone (`plan_for`), so a
+launch can be captured. A row's bits depend on its own data and on that plan: whatever its
+neighbours, its slot and its pages are, in two batches of the same plan it gets the same bits; under
+another plan, its sums are rounded in another order.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from ops import reference_paged
-from ops.quantize import Activation, Kind, quantize_rows
+from ops import nvrtc, reference_paged
+from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
 
-_GROUP = 128  # values per activation scale
+_MAX_GROUP = 8  # query heads per key/value head: columns of an mma
+_MAX_HELD = 16  # positions of a frame: rows of an mma
+_THREADS = 128  # of rope_append
+
+
+class Plan(NamedTuple):
+    """How paged attention is cut. `splits * warps` warps share a row and key/value head."""
+
+    splits: int  # CTAs of a cluster
+    warps: int
+    blocks: int  # CTAs per SM that registers must allow
+
+
+def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -> Plan:
+    """The plan for a launch shape."""
+    num_pairs, max_len = num_rows * num_kv_heads, max_pages * page_size
+    for splits in (8, 4, 2):
+        if num_pairs * splits <= 1024 and max_len >= splits * 64:
+            return Plan(splits, 4, 3)
+    return Plan(1, 4, 4)
 
 
 def rope_append(
@@ -41,9 +66,28 @@ def rope_append(
     Returns:
         q [M, H, D].
     """
-    turns = rope.index_select(0, positions)
-    q, kv = reference_paged.rotate_heads(qkv, qk_norm, eps, turns, pages.shape[2])
-    reference_paged.append(kv, pages, page_table, slots, positions)
+    num_kv_heads = pages.shape[2]
+    if qkv.device.type != "cuda":
+        turns = rope.index_select(0, positions)
+        q, kv = reference_paged.rotate_heads(qkv, qk_norm, eps, turns, num_kv_heads)
+        reference_paged.append(kv, pages, page_table, slots, positions)
+        return q
+    num_rows, num_all, head_dim = qkv.shape
+    num_heads = num_all - 2 * num_kv_heads
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    _check_tensors(qkv, qk_norm, pages)
+    q = qkv.new_empty(num_rows, num_heads, head_dim)
+    heads_per_block = _THREADS * 8 // head_dim
+    nvrtc.kernel(
+        "rope_append.cu", "rope_append", defines={"HEAD_DIM": head_dim, "PAGE": pages.shape[3]}
+    ).launch(
+        (-(-num_all // heads_per_block), num_rows),
+        (_THREADS,),
+        [
+            *(qkv, qk_norm, rope, pages, page_table, slots, positions, q),
+            *(ctypes.c_float(eps), *_ints(num_heads, num_kv_heads, page_table.shape[1])),
+        ],
+    )
     return q
 
 
@@ -55,8 +99,12 @@ def paged_attention(
     Returns:
         [M, H * D].
     """
-    out = reference_paged.paged_attention(q, pages, page_table, slots, positions)
-    return _as_kind(out.flatten(1), kind)
+    if q.device.type != "cuda":
+        out = reference_paged.paged_attention(q, pages, page_table, slots, positions)
+        return _as_kind(out.flatten(1), kind)
+    where = (pages, page_table, slots, positions)
+    plan = plan_for(len(q), pages.shape[2], page_table.shape[1], pages.shape[3])
+    return launch_paged(q, None, where, kind, plan)
 
 
 def decode_attention(  # noqa: PLR0913 - one launch
@@ -69,18 +117,80 @@ def decode_attention(  # noqa: PLR0913 - one launch
     slots: Tensor,
     positions: Tensor,
     kind: Kind,
+    *,
+    is_chained: bool = False,
 ) -> Activation:
     """`rope_append` and `paged_attention` in one launch, for rows of distinct slots (or of the
     dummy slot): a row reads no key that another row of the launch writes.
 
+    Args:
+        is_chained: the kernel before this one in the stream writes `qkv` and nothing else that this
+            one reads, and between it and whatever wrote the rest is a launch of `embed_rows`,
+            attention, a sampler or `advance`. Then tables and past keys are fetched while the
+            kernel before still runs.
+
     Returns:
         [M, H * D].
     """
-    q = rope_append(qkv, qk_norm, eps, rope, pages, page_table, slots, positions)
-    return paged_attention(q, pages, page_table, slots, positions, kind)
+    if qkv.device.type != "cuda":
+        q = rope_append(qkv, qk_norm, eps, rope, pages, page_table, slots, positions)
+        return paged_attention(q, pages, page_table, slots, positions, kind)
+    where = (pages, page_table, slots, positions)
+    plan = plan_for(len(qkv), pages.shape[2], page_table.shape[1], pages.shape[3])
+    return launch_paged(qkv, (qk_norm, rope, eps), where, kind, plan, is_chained=is_chained)
 
 
-def frame_attention(
+def launch_paged(
+    heads: Tensor,
+    rotary: tuple[Tensor | None, Tensor, float] | None,
+    where: tuple[Tensor, Tensor, Tensor, Tensor],
+    kind: Kind,
+    plan: Plan,
+    *,
+    is_chained: bool = False,
+) -> Activation:
+    """Launch `paged_attention` (heads [M, H, D]) or, given norm, table and eps, `decode_attention`
+    (heads [M, H + 2 H_kv, D]) by a plan of one's own, for benches and tests.
+
+    Args:
+        where: pages, page_table, slots, positions.
+    """
+    pages, page_table, slots, positions = where
+    num_kv_heads, page_size = pages.shape[2:4]
+    num_rows, num_heads, head_dim = heads.shape
+    qk_norm, rope, eps = rotary or (None, None, 0.0)
+    if rotary is not None:
+        num_heads -= 2 * num_kv_heads
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    _check_tensors(heads, qk_norm, pages)
+    assert page_size % 16 == 0, page_size
+    out = _Output(heads, num_rows, num_heads * head_dim, kind)
+    nvrtc.kernel(
+        "attention.cu",
+        "attention",
+        defines={
+            "HEAD_DIM": head_dim,
+            "GROUP": num_heads // num_kv_heads,
+            "PAGE": page_size,
+            "SPLITS": plan.splits,
+            "WARPS": plan.warps,
+            "BLOCKS": plan.blocks,
+            "IS_FUSED": int(rotary is not None),
+            "IS_CHAINED": int(is_chained),
+        },
+    ).launch(
+        (plan.splits, num_kv_heads, num_rows),
+        (32 * plan.warps,),
+        [
+            *(heads, qk_norm, rope, pages, page_table, slots, positions, *out.arguments),
+            *(ctypes.c_float(eps), _scale(head_dim), *_ints(page_table.shape[1])),
+        ],
+        cluster=(plan.splits, 1, 1),
+    )
+    return out.finish()
+
+
+def frame_attention(  # noqa: PLR0913 - one launch
     qkv: Tensor,
     qk_norm: Tensor | None,
     eps: float,
@@ -89,6 +199,8 @@ def frame_attention(
     start: int,
     num_positions: int,
     kind: Kind,
+    *,
+    is_chained: bool = False,
 ) -> Activation:
     """The fast AR's attention: norm, rotate, append and attend in one launch.
 
@@ -97,13 +209,89 @@ def frame_attention(
         memory: [2, R or more, H_kv, K, D], K <= 16; overwritten at the new positions.
         start: first position of every row.
         num_positions: 1 or 2.
+        is_chained: see `decode_attention`.
 
     Returns:
         [R * num_positions, H * D].
     """
-    args = (qkv, qk_norm, eps, rope, memory, start, num_positions)
-    return _as_kind(reference_paged.frame_attention(*args).flatten(1), kind)
+    if qkv.device.type != "cuda":
+        args = (qkv, qk_norm, eps, rope, memory, start, num_positions)
+        return _as_kind(reference_paged.frame_attention(*args).flatten(1), kind)
+    num_rows, num_all, head_dim = qkv.shape
+    _, capacity, num_kv_heads, num_held, _ = memory.shape
+    num_heads = num_all - 2 * num_kv_heads
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    _check_tensors(qkv, qk_norm, memory)
+    assert num_positions in (1, 2) and num_rows % num_positions == 0, (num_rows, num_positions)
+    assert num_rows // num_positions <= capacity, (num_rows, num_positions, capacity)
+    assert start + num_positions <= num_held <= _MAX_HELD, (start, num_positions, num_held)
+    group = num_heads // num_kv_heads
+    out = _Output(qkv, num_rows, num_heads * head_dim, kind)
+    nvrtc.kernel(
+        "frame_attention.cu",
+        "frame_attention",
+        defines={
+            "HEAD_DIM": head_dim,
+            "GROUP": group,
+            "POSITIONS": num_positions,
+            "IS_CHAINED": int(is_chained),
+        },
+    ).launch(
+        (num_kv_heads, num_rows // num_positions),
+        (-(-num_positions * (group + 2) * head_dim // 8 // 32) * 32,),
+        [
+            *(qkv, qk_norm, rope, memory, *out.arguments),
+            *(ctypes.c_float(eps), _scale(head_dim), *_ints(start, capacity, num_held)),
+        ],
+    )
+    return out.finish()
+
+
+class _Output:
+    """Attention output for a kernel to write, of either kind."""
+
+    def __init__(self, like: Tensor, num_rows: int, num_columns: int, kind: Kind) -> None:
+        self._is_quantised_after = kind == "bsfp8" and like.shape[-1] != 128
+        self._out: Activation
+        self.arguments: tuple[Tensor | None, Tensor | None, Tensor | None]
+        if kind == "bf16" or self._is_quantised_after:
+            values = like.new_empty(num_rows, num_columns)
+            self._out, self.arguments = values, (values, None, None)
+        else:
+            scaled = empty_block_scaled(num_rows, num_columns, like.device)
+            self._out, self.arguments = scaled, (None, scaled.data, scaled.scale)
+
+    def finish(self) -> Activation:
+        """Once the kernel is launched. A group of scales is two heads of 64: another launch."""
+        if self._is_quantised_after:
+            assert isinstance(self._out, Tensor)
+            return quantize_rows(self._out)
+        return self._out
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    assert head_dim in (64, 128), head_dim
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    assert num_heads // num_kv_heads <= _MAX_GROUP, (num_heads, num_kv_heads)
+
+
+def _check_tensors(heads: Tensor, qk_norm: Tensor | None, memory: Tensor) -> None:
+    for tensor in (heads, memory, *(() if qk_norm is None else (qk_norm,))):
+        assert tensor.dtype == torch.bfloat16 and tensor.is_contiguous(), (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+        )
 
 
 def _as_kind(out: Tensor, kind: Kind) -> Activation:
     return out if kind == "bf16" else quantize_rows(out)
+
+
+def _scale(head_dim: int) -> ctypes.c_float:
+    """Scores are powers of two in the kernels."""
+    return ctypes.c_float(math.log2(math.e) / math.sqrt(head_dim))
+
+
+def _ints(*values: int) -> list[nvrtc.Argument]:
+    return [ctypes.c_int32(value) for value in values]

@@ -5,10 +5,15 @@ On CUDA one launch of `ops/csrc/embedding.cu`, elsewhere `reference.embed_rows`.
 
 from __future__ import annotations
 
+import ctypes
+import math
+
 import torch
 from torch import Tensor
 
-from ops import reference
+from ops import nvrtc, reference
+
+_THREADS = 256
 
 
 def embed_rows(
@@ -30,10 +35,28 @@ def embed_rows(
     Returns:
         [M, C].
     """
-    return _embed_rows(rows, slots, embeddings, codebook_embeddings, semantic_ids)
+    if rows.device.type != "cuda":
+        return _definition(rows, slots, embeddings, codebook_embeddings, semantic_ids)
+    num_codebooks, dim = rows.shape[1] - 1, embeddings.shape[1]
+    assert rows.dtype == torch.int32 and rows.is_contiguous(), (rows.dtype, rows.stride())
+    assert embeddings.dtype == codebook_embeddings.dtype == torch.bfloat16, embeddings.dtype
+    assert dim % 8 == 0, dim
+    num_rows = len(rows) if slots is None else len(slots)
+    out = embeddings.new_empty(num_rows, dim)
+    sizes = (codebook_embeddings.shape[0] // num_codebooks, *semantic_ids)
+    nvrtc.kernel("embedding.cu", "embed_rows", defines={"NUM_CODEBOOKS": num_codebooks}).launch(
+        (num_rows,),
+        (_THREADS,),
+        [
+            *(rows, slots, embeddings, codebook_embeddings, out),
+            *(ctypes.c_int32(size) for size in sizes),
+            *(ctypes.c_float(math.sqrt(num_codebooks + 1)), ctypes.c_int32(dim)),
+        ],
+    )
+    return out
 
 
-def _embed_rows(
+def _definition(
     rows: Tensor,
     slots: Tensor | None,
     embeddings: Tensor,

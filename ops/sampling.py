@@ -12,17 +12,22 @@ input of the fast AR's next pass, which saves a launch.
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ops import reference
+from ops import nvrtc, reference
 
 RAS_TEMPERATURE = 1.0
 RAS_TOP_P = 0.9
 MAX_TOP_K = 128  # ranks that are ever looked at; published servers use 30
 MIN_TEMPERATURE = 1e-5
+
+_THREADS = 512  # of a row
+_MAX_TOKENS = 1 << 13
+_MAX_WINDOW = 32  # lanes of a warp
 
 
 class Draws(NamedTuple):
@@ -41,7 +46,7 @@ class Head(NamedTuple):
     """What the rows of the restricted head stand for: the semantic ids, then the end."""
 
     tokens: Tensor  # i32 [n + 1], token ids
-    codes: Tensor  # i64 [n + 1], codebook 0
+    codes: Tensor | None  # i64 [n + 1], codebook 0
 
 
 class SemanticDraw(NamedTuple):
@@ -63,7 +68,11 @@ def sample_semantic(logits: Tensor, window: Tensor, draws: Draws, head_tokens: T
     Returns:
         i64 [B], rows of the head; n is the end.
     """
-    return _sample_semantic(logits, window, draws, head_tokens)
+    if logits.device.type != "cuda":
+        return _sample_semantic(logits, window, draws, head_tokens)
+    choice = torch.empty_like(draws.slots)
+    _launch_semantic(logits, window, draws, Head(head_tokens, None), choice, _NOTHING)
+    return choice
 
 
 def sample_codebook(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
@@ -76,7 +85,11 @@ def sample_codebook(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
     Returns:
         i64 [B].
     """
-    return _sample_codebook(logits, codebook, draws)
+    if logits.device.type != "cuda":
+        return _sample_codebook(logits, codebook, draws)
+    code = torch.empty_like(draws.slots)
+    _launch(logits, draws, codebook + 1, code, _NOTHING, codebook)
+    return code
 
 
 def draw_semantic(
@@ -95,6 +108,16 @@ def draw_semantic(
         embeddings: [V, C], of the fast AR.
         codes: i32 [B, K]; column 0 is written.
     """
+    if logits.device.type == "cuda":
+        choice, is_end = (
+            torch.empty_like(draws.slots),
+            torch.empty_like(draws.slots, dtype=torch.bool),
+        )
+        x = hidden.new_empty(2 * hidden.shape[0], hidden.shape[1])
+        following = _Following(is_end, codes, embeddings, hidden, x)
+        _launch_semantic(logits, window, draws, head, choice, following)
+        return SemanticDraw(choice, is_end, x)
+    assert head.codes is not None
     choice = _sample_semantic(logits, window, draws, head.tokens)
     code = head.codes[choice]
     codes[:, 0] = code
@@ -114,6 +137,11 @@ def draw_codebook(
     Returns:
         [B, C], the embeddings of the codes.
     """
+    if logits.device.type == "cuda":
+        x = embeddings.new_empty(len(draws.slots), embeddings.shape[1])
+        following = _Following(None, codes, embeddings, None, x)
+        _launch(logits, draws, codebook + 1, torch.empty_like(draws.slots), following, codebook)
+        return x
     code = _sample_codebook(logits, codebook, draws)
     codes[:, codebook] = code
     return embeddings[code]
@@ -141,7 +169,78 @@ def advance(
         codes: i32 [B, K].
         head_tokens: i32 [n + 1].
     """
-    _advance(carried, slots, choice, codes, head_tokens)
+    if slots.device.type != "cuda":
+        return _advance(carried, slots, choice, codes, head_tokens)
+    window, num_codebooks = carried.window, codes.shape[1]
+    assert window.shape[1] <= _MAX_WINDOW and window.shape[2] == 1, window.shape
+    assert codes.dtype == torch.int32 and codes.is_contiguous(), (codes.dtype, codes.stride())
+    sizes = (num_codebooks, window.shape[1], carried.position.shape[0] - 1)
+    nvrtc.kernel("advance.cu", "advance").launch(
+        (len(slots),),
+        (32,),
+        [
+            *(carried.rows, carried.position, window, carried.frame_idx),
+            *(slots, choice, codes, head_tokens),
+            *(ctypes.c_int32(size) for size in sizes),
+        ],
+    )
+    return None
+
+
+class _Following(NamedTuple):
+    """What a sampler's launch does with the code it drew; None: nothing."""
+
+    is_end: Tensor | None
+    codes: Tensor | None
+    embeddings: Tensor | None
+    hidden: Tensor | None
+    x: Tensor | None
+
+
+_NOTHING = _Following(None, None, None, None, None)
+_Semantic = tuple[Tensor | None, Tensor | None, Tensor | None, int]  # window, tokens, codes, W
+
+
+def _launch_semantic(
+    logits: Tensor, window: Tensor, draws: Draws, head: Head, choice: Tensor, following: _Following
+) -> None:
+    assert window.shape[1] <= _MAX_WINDOW and window.shape[2] == 1, window.shape
+    semantic = (window, head.tokens, head.codes, window.shape[1])
+    _launch(logits, draws, 0, choice, following, 0, semantic)
+
+
+def _launch(
+    logits: Tensor,
+    draws: Draws,
+    first_draw: int,
+    choice: Tensor,
+    following: _Following,
+    codebook: int,
+    semantic: _Semantic | None = None,
+) -> None:
+    num_rows, num_tokens = logits.shape
+    assert logits.is_contiguous() and num_tokens <= _MAX_TOKENS, (logits.stride(), num_tokens)
+    is_end, codes, embeddings, hidden, x = following
+    assert codes is None or (codes.dtype == torch.int32 and codes.is_contiguous()), codes
+    dim = 0 if x is None else x.shape[1]
+    assert dim % 8 == 0, dim
+    window, tokens, head_codes, window_len = semantic or (None, None, None, 0)
+    sizes = (first_draw, draws.num_ranks, window_len, codebook)
+    defines: dict[str, int | str] = {
+        "NUM_TOKENS": num_tokens,
+        "LOGIT": {torch.float32: "float", torch.bfloat16: "bf16"}[logits.dtype],
+        "IS_SEMANTIC": int(semantic is not None),
+    }
+    nvrtc.kernel("sampling.cu", "sample", defines=defines).launch(
+        (num_rows,),
+        (_THREADS,),
+        [
+            *(logits, *draws[:6], window, tokens, head_codes),
+            *(choice, is_end, codes, embeddings, hidden, x),
+            *(ctypes.c_int32(size) for size in sizes),
+            *(ctypes.c_int32(0 if codes is None else codes.shape[1]), ctypes.c_int32(dim)),
+        ],
+    )
 
 
 def _sample_semantic(logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor) -> Tensor:

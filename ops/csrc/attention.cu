@@ -1,0 +1,184 @@
+// Attention of rows over paged keys and values. A cluster of SPLITS CTAs of WARPS warps shares the
+// positions of one row and one key/value head: its warps take tiles of 16 positions in turn and merge
+// what they have through distributed shared memory, in a fixed order.
+//   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, SPLITS, WARPS,
+//   BLOCKS resident CTAs per SM the compiler must allow.
+//   IS_FUSED: queries, keys and values come neither normed nor rotated, see `decode_attention`.
+//   IS_CHAINED: tables and past keys are read before the kernel before this one has ended.
+#include "attention.cuh"
+
+constexpr int D = HEAD_DIM;
+constexpr int WAYS = SPLITS * WARPS;  // warps that share a row and head
+static_assert(WAYS <= 32 && PAGE % TILE == 0 && GROUP <= COLUMNS);
+
+struct Shared {
+  float sums[WARPS][GROUP][D];
+  float2 states[WARPS][GROUP];
+#if IS_FUSED
+  bf16 queries[GROUP][D + 32];  // rows apart by 16 banks
+  bf16 keys[D], values[D];        // of the row's own position
+#endif
+};
+
+struct Memory {  // one layer's pages, and what the row reads of them
+  const bf16* pages;
+  const i32* table;  // the slot's row
+  int num_kv_heads, head, max_pages;
+
+  // Row 0 of a tile's keys; `page` holds it.
+  DEVICE const bf16* keys_at(int page, int tile) const {
+    return pages + ((static_cast<i64>(page) * 2 * num_kv_heads + head) * PAGE + tile * TILE % PAGE) * D;
+  }
+  DEVICE i64 values_offset() const { return static_cast<i64>(num_kv_heads) * PAGE * D; }
+};
+
+// Pages of the next 32 tiles of this warp, one per lane; 0 past the table's end.
+DEVICE int load_pages(const Memory& memory, int first_tile, int lane) {
+  const int page = (first_tile + lane * WAYS) / (PAGE / TILE);
+  return page < memory.max_pages ? memory.table[page] : 0;
+}
+
+// Merges the partial results of all warps of the cluster and stores the heads this warp is given.
+DEVICE void merge(Shared& shared, const Output& out, int row, int first_head, int rank, int warp,
+                  int lane) {
+  const u32 states = shared_address(shared.states), sums = shared_address(shared.sums);
+  for (int query = rank + SPLITS * warp; query < GROUP; query += WAYS) {
+    float best = LOWEST, total = 0;
+    if (lane < WAYS) {
+      const u32 at = cluster_address(states, lane / WARPS) + (lane % WARPS * GROUP + query) * 8;
+      best = cluster_load(at), total = cluster_load(at + 4);
+    }
+    const float weight = exp2f(best - warp_max(best));  // 0 where a warp had no tile
+    const float inverse = 1.f / warp_sum(total * weight);
+    float values[D / 32] = {};
+#pragma unroll 8
+    for (int way = 0; way < WAYS; way++) {
+      const float factor = __shfl_sync(~0u, weight, way);
+      const u32 at = cluster_address(sums, way / WARPS) + (way % WARPS * GROUP + query) * D * 4 +
+                     lane * (D / 32) * 4;
+#pragma unroll
+      for (int i = 0; i < D / 32; i += 2) {
+        const float2 part = cluster_load2(at + i * 4);
+        values[i] += part.x * factor, values[i + 1] += part.y * factor;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < D / 32; i++) values[i] *= inverse;
+    store_head<D>(out, row, first_head + query, values, lane);
+  }
+}
+
+#if IS_FUSED
+struct Projected {  // a row before norm and rotation, and where its keys and values go
+  const bf16* heads;
+  const bf16* qk_norm;
+  const float2* turns;  // of the row's position
+  bf16* key_target;
+  i64 values_offset;
+  float eps;
+  int num_heads, num_kv_heads, kv_head;
+};
+
+// Norms and rotates the group's queries into shared memory, and if `is_owner` the key and the value
+// of the row's position into shared memory and their page.
+DEVICE void prepare_heads(Shared& shared, const Projected& from, bool is_owner) {
+  constexpr int LANES = HeadLanes<D>::COUNT;
+  constexpr int AT_ONCE = WARPS * HeadLanes<D>::PER_WARP, ALL = GROUP + 2;
+  const int offset = threadIdx.x % LANES * 8, key_head = from.num_heads + from.kv_head;
+#pragma unroll
+  for (int first = 0; first < ALL; first += AT_ONCE) {
+    const int task = first + threadIdx.x / LANES;
+    const int head = task < GROUP    ? from.kv_head * GROUP + task
+                     : task == GROUP ? key_head
+                                     : key_head + from.num_kv_heads;
+    const uint4 values = *reinterpret_cast<const uint4*>(from.heads + head * D + offset);
+    const bf16* weight =
+        from.qk_norm == nullptr ? nullptr : from.qk_norm + (task > GROUP ? 0 : head) * D;
+    const uint4 rotated = rotated_head<D>(values, weight, from.eps, from.turns, offset);
+    if (task < GROUP) {
+      *reinterpret_cast<uint4*>(&shared.queries[task][offset]) = rotated;
+    } else if (task == GROUP && is_owner) {
+      *reinterpret_cast<uint4*>(&shared.keys[offset]) = rotated;
+      *reinterpret_cast<uint4*>(from.key_target + offset) = rotated;
+    } else if (task == GROUP + 1 && is_owner) {
+      *reinterpret_cast<uint4*>(&shared.values[offset]) = values;
+      *reinterpret_cast<uint4*>(from.key_target + from.values_offset + offset) = values;
+    }
+  }
+}
+#endif
+
+// Grid: (SPLITS, H_kv, M), clusters of SPLITS.
+//   IS_FUSED: q is qkv [M, H + 2 H_kv, D]; else q [M, H, D], and qk_norm, rope, eps are not used.
+//   pages [P, 2, H_kv, PAGE, D], page_table [num_slots + 1, max_pages].
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+    attention(const bf16* q, const bf16* qk_norm, const float2* rope, bf16* pages,
+              const i32* page_table, const i64* slots, const i64* positions, bf16* out_values,
+              u8* out_quantised, float* out_scales, float eps, float scale_log2, int max_pages) {
+  __shared__ Shared shared;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
+  const int kv_head = blockIdx.y, row = blockIdx.z, num_kv_heads = gridDim.y;
+  const int num_heads = num_kv_heads * GROUP, first_tile = rank * WARPS + warp;
+  if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+  const int position = static_cast<int>(positions[row]);
+  const Memory memory = {pages, page_table + slots[row] * max_pages, num_kv_heads, kv_head, max_pages};
+  int my_pages = load_pages(memory, first_tile, lane);
+  if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels(), let_next_kernel_start();
+
+  // Tile i of this warp is first_tile + i * WAYS.
+  const int last_tile = position / TILE, num_tiles = last_tile + 1;
+  const bool has_tile = first_tile < num_tiles;
+  Tile<D> tile;
+  if (has_tile) {
+    const bf16* keys_at = memory.keys_at(__shfl_sync(~0u, my_pages, 0), first_tile);
+    const int last_row = position - first_tile * TILE;
+    tile.load_keys(keys_at, last_row, lane);
+    tile.load_values(keys_at + memory.values_offset(), last_row, lane);
+  }
+  Accumulator<D> acc;
+#if IS_FUSED
+  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+  const bool is_owner = last_tile % WAYS / WARPS == rank;
+  bf16* key_target = nullptr;
+  if (is_owner)
+    key_target = pages + (memory.keys_at(memory.table[position / PAGE], last_tile) - pages) +
+                 position % TILE * D;
+  const Projected from = {q + static_cast<i64>(row) * (num_heads + 2 * num_kv_heads) * D,
+                          qk_norm, rope + static_cast<i64>(position) * (D / 2), key_target,
+                          memory.values_offset(), eps, num_heads, num_kv_heads, kv_head};
+  prepare_heads(shared, from, is_owner);
+  __syncthreads();
+  acc.init(shared.queries[0], GROUP, D + 32, lane);
+  // The row's own position was not in memory when its tile was loaded.
+  if (first_tile == last_tile)
+    tile.patch(shared.keys, shared.values, position % TILE, position % TILE, lane);
+#else
+  const bf16* heads = q + (static_cast<i64>(row) * num_heads + kv_head * GROUP) * D;
+  acc.init(heads, GROUP, D, lane);
+#endif
+
+  int done = 0;  // tiles of this warp
+  for (int i = first_tile; i < num_tiles; i += WAYS) {
+    const int next = i + WAYS, last_row = position - i * TILE, next_last_row = position - next * TILE;
+    done++;
+    if (done % 32 == 0) my_pages = load_pages(memory, next, lane);
+    const bf16* next_keys = memory.keys_at(__shfl_sync(~0u, my_pages, done % 32), next);
+    acc.add_keys(tile, scale_log2, last_row, lane);
+    if (next < num_tiles) tile.load_keys(next_keys, next_last_row, lane);
+    acc.add_values(tile);
+    if (next < num_tiles) tile.load_values(next_keys + memory.values_offset(), next_last_row, lane);
+#if IS_FUSED
+    if (next == last_tile)
+      tile.patch(shared.keys, shared.values, position % TILE, position % TILE, lane);
+#endif
+  }
+
+  acc.store(&shared.sums[warp][0][0], shared.states[warp], GROUP, lane);
+  if (SPLITS > 1)
+    cluster_sync();
+  else
+    __syncthreads();
+  const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.z), num_heads};
+  merge(shared, out, row, kv_head * GROUP, rank, warp, lane);
+  if (SPLITS > 1) cluster_sync();  // nobody leaves while its shared memory is read
+}

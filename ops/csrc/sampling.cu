@@ -1,0 +1,275 @@
+// One draw per row from filtered logits, by one CTA, without sorting them all: a bound that at least
+// top_k logits reach leaves few candidates, and those are ranked by counting who beats whom.
+//   NUM_TOKENS (V), LOGIT (float or bf16), IS_SEMANTIC: two draws, see `choose_semantic`.
+#include "common.cuh"
+
+constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int PER_THREAD = (NUM_TOKENS + THREADS - 1) / THREADS;
+constexpr int MAX_CANDIDATES = 256, MAX_RANKS = 128;
+constexpr int INDEX_BITS = 13;
+constexpr int DRAWS = IS_SEMANTIC ? 2 : 1;
+constexpr float MIN_TEMPERATURE = 1e-5f, RAS_TOP_P = 0.9f;
+static_assert(NUM_TOKENS <= 1 << INDEX_BITS && MAX_CANDIDATES * 2 == THREADS);
+
+struct Shared {
+  float top[WARPS], low[WARPS], sum[WARPS];
+  int count[3];
+  u64 candidates[MAX_CANDIDATES];
+  u64 ranked[MAX_RANKS];  // best first
+  int code;
+};
+
+DEVICE float lowest() { return __uint_as_float(0xff800000u); }  // minus infinity
+
+// Orders like the logit, and among equal ones the lower index first.
+DEVICE u64 sort_key(float logit, int idx) {
+  const u32 bits = __float_as_uint(logit + 0.f);  // no negative zero
+  const u32 ordered = bits ^ (static_cast<i32>(bits) >> 31 | 0x80000000u);
+  return static_cast<u64>(ordered) << INDEX_BITS | ((1 << INDEX_BITS) - 1 - idx);
+}
+
+DEVICE float logit_of(u64 key) {
+  const u32 ordered = static_cast<u32>(key >> INDEX_BITS);
+  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+}
+
+DEVICE int index_of(u64 key) {
+  return (1 << INDEX_BITS) - 1 - static_cast<int>(key & ((1 << INDEX_BITS) - 1));
+}
+
+DEVICE i64 mix(i64 x) {
+  return static_cast<i64>(static_cast<u64>(x ^ (x >> 32)) * 0xD6E8FEB86659FD93ull);
+}
+
+DEVICE i64 added(i64 a, i64 b) { return static_cast<i64>(static_cast<u64>(a) + static_cast<u64>(b)); }
+
+// `reference.gumbel_noise`: a function of (seed, frame, draw, token) alone.
+DEVICE i64 noise_key(i64 seed, i64 frame, i64 draw) {
+  const i64 stream = mix(added(mix(added(seed, 0x9E3779B97F4A7C15ull)), frame));
+  return mix(mix(added(stream, draw)));
+}
+
+DEVICE float gumbel_noise(i64 key, int token) {
+  const i64 bits = mix(mix(added(key, token))) >> 41 & 0x7fffff;
+  const float uniform = (static_cast<float>(bits) + 0.5f) * 0x1p-23f;
+  return -logf(-logf(uniform));
+}
+
+// Threads of the block that count, over all rounds of a loop: `round` 0, 1, 2, ...
+DEVICE int block_count(Shared& shared, int mine, int round, int lane) {
+  const int of_warp = __reduce_add_sync(~0u, mine);
+  if (lane == 0) atomicAdd(&shared.count[round % 3], of_warp);
+  __syncthreads();
+  const int total = shared.count[round % 3];
+  if (threadIdx.x == 0) shared.count[(round + 2) % 3] = 0;
+  return total;
+}
+
+// A key that at least `num_ranks` and at most MAX_CANDIDATES keys reach, given one that too many do.
+// Keys differ, so the search ends.
+DEVICE u64 raised_bound(Shared& shared, const u64 (&keys)[PER_THREAD], u64 low, int num_ranks, int lane) {
+  u64 high = 1ull << (32 + INDEX_BITS);  // no key reaches it
+  if (threadIdx.x < 3) shared.count[threadIdx.x] = 0;
+  __syncthreads();
+  for (int round = 0;; round++) {
+    const u64 middle = low + (high - low) / 2;
+    int mine = 0;
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; i++) mine += keys[i] >= middle;
+    const int total = block_count(shared, mine, round, lane);
+    if (total < num_ranks) {
+      high = middle;
+    } else {
+      low = middle;
+      if (total <= MAX_CANDIDATES) return low;
+    }
+  }
+}
+
+// Appends the keys that reach `bound` to the candidates, as far as there is room; counts all.
+DEVICE void collect(Shared& shared, const u64 (&keys)[PER_THREAD], u64 bound, int lane) {
+  int before = 0, in_warp = 0, at[PER_THREAD];
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    const u32 who = __ballot_sync(~0u, keys[i] >= bound);
+    at[i] = in_warp + __popc(who & ((1u << lane) - 1));
+    in_warp += __popc(who);
+  }
+  if (lane == 0) before = atomicAdd(&shared.count[0], in_warp);
+  before = __shfl_sync(~0u, before, 0);
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++)
+    if (keys[i] >= bound && before + at[i] < MAX_CANDIDATES)
+      shared.candidates[before + at[i]] = keys[i];
+}
+
+struct Filter {
+  float top_p, inverse_temperature;
+  i64 noise_key;
+};
+
+// Draws from the ranked keys, by one warp. Ranks whose cumulative un-tempered probability exceeds
+// top_p are removed, the best never; the others are tempered and drawn by Gumbel noise.
+DEVICE void draw(int (&chosen)[DRAWS], const Shared& shared, const Filter (&filters)[DRAWS], float top,
+                 float sum, int num_ranks, int lane) {
+  float best[DRAWS], cumulative = 0;
+  int best_rank[DRAWS];
+#pragma unroll
+  for (int d = 0; d < DRAWS; d++) best[d] = lowest(), best_rank[d] = MAX_RANKS;
+  for (int first = 0; first < num_ranks; first += 32) {
+    const int rank = first + lane;
+    const bool is_rank = rank < num_ranks;
+    const u64 key = is_rank ? shared.ranked[rank] : 0;
+    const float logit = is_rank ? logit_of(key) : lowest();
+    float reached = is_rank ? expf(logit - top) / sum : 0.f;
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const float below = __shfl_up_sync(~0u, reached, lanes);
+      if (lane >= lanes) reached += below;
+    }
+    reached += cumulative;
+    cumulative = __shfl_sync(~0u, reached, 31);
+#pragma unroll
+    for (int d = 0; d < DRAWS; d++) {
+      const bool stays = is_rank && (rank == 0 || reached <= filters[d].top_p);
+      if (!stays) continue;
+      const float score = __fadd_rn(gumbel_noise(filters[d].noise_key, index_of(key)),
+                                    __fmul_rn(logit, filters[d].inverse_temperature));
+      if (score > best[d]) best[d] = score, best_rank[d] = rank;
+    }
+  }
+#pragma unroll
+  for (int d = 0; d < DRAWS; d++) {
+    const u32 key = static_cast<u32>(sort_key(best[d], 0) >> INDEX_BITS);
+    const u32 winner = __reduce_max_sync(~0u, best_rank[d] < MAX_RANKS ? key : 0);
+    const int rank = __reduce_min_sync(~0u, key == winner ? best_rank[d] : MAX_RANKS);
+    chosen[d] = index_of(shared.ranked[min(rank, num_ranks - 1)]);
+  }
+}
+
+struct Embedding {  // what the fast AR reads next; x null: nothing
+  const bf16* table;
+  const bf16* hidden;
+  bf16* x;
+  int dim;
+};
+
+DEVICE void copy_row(bf16* target, const bf16* source, int dim) {
+  for (int at = threadIdx.x * 8; at < dim; at += THREADS * 8)
+    *reinterpret_cast<uint4*>(target + at) = *reinterpret_cast<const uint4*>(source + at);
+}
+
+// Grid: (B). Parameters are by slot [N], `slots` and `choice` i64 [B], logits [B, V].
+//   first_draw: number of the (first) draw in the noise. num_ranks_limit: as if top_k were no more.
+//   codes i32 [B, num_codebooks] or null, written at `codebook`.
+//   Semantic: window i32 [N, window_len] (at most 32), head_tokens i32 [V], head_codes i64 [V] or null,
+//   is_end bool [B] or null; x [2 B, dim] gets the hidden state and the code's embedding.
+//   Else: x [B, dim] gets the code's embedding.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sample(const LOGIT* logits, const i64* slots, const float* temperature, const float* top_p,
+           const i32* top_k, const i64* seed, const i32* frame_idx, const i32* window,
+           const i32* head_tokens, const i64* head_codes, i64* choice, bool* is_end, i32* codes,
+           const bf16* table, const bf16* hidden, bf16* x, int first_draw, int num_ranks_limit,
+           int window_len, int codebook, int num_codebooks, int dim) {
+  __shared__ Shared shared;
+  const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x < 3) shared.count[threadIdx.x] = 0;
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  const i64 slot = slots[row];
+  float values[PER_THREAD], low = lowest();
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    const int idx = i * THREADS + threadIdx.x;
+    values[i] = idx < NUM_TOKENS ? static_cast<float>(logits[static_cast<i64>(row) * NUM_TOKENS + idx])
+                                 : lowest();
+    low = fmaxf(low, values[i]);
+  }
+  const float temperature_of = temperature[slot], top_p_of = top_p[slot];
+  const i64 seed_of = seed[slot], frame = frame_idx[slot];
+  const i32 recent = IS_SEMANTIC && lane < window_len ? window[slot * window_len + lane] : -1;
+  const int limit = min(min(num_ranks_limit, MAX_RANKS), NUM_TOKENS);
+  const int num_ranks = temperature_of > 0 ? max(min(top_k[slot], limit), 1) : 1;
+  if (IS_SEMANTIC && x != nullptr)
+    copy_row(x + 2ll * row * dim, hidden + static_cast<i64>(row) * dim, dim);
+
+  // `low`: the smallest of num_ranks or more largest logits of disjoint groups; `top`: the largest.
+  float top = low;
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+    if (THREADS / (2 * lanes) >= num_ranks) low = top;
+  }
+  low = -warp_max(-low);
+  if (lane == 0) shared.top[warp] = top, shared.low[warp] = low;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) top = fmaxf(top, shared.top[i]), low = fminf(low, shared.low[i]);
+
+  u64 keys[PER_THREAD];
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    const int idx = i * THREADS + threadIdx.x;
+    keys[i] = idx < NUM_TOKENS ? sort_key(values[i], idx) : 0;
+    sum += idx < NUM_TOKENS ? expf(values[i] - top) : 0.f;
+  }
+  u64 bound = max(sort_key(low, (1 << INDEX_BITS) - 1), 1ull);
+  collect(shared, keys, bound, lane);
+  sum = warp_sum(sum);
+  if (lane == 0) shared.sum[warp] = sum;
+  __syncthreads();
+  int num_candidates = shared.count[0];
+  if (num_candidates > MAX_CANDIDATES) {
+    __syncthreads();
+    bound = raised_bound(shared, keys, bound, num_ranks, lane);
+    __syncthreads();
+    if (threadIdx.x == 0) shared.count[0] = 0;
+    __syncthreads();
+    collect(shared, keys, bound, lane);
+    __syncthreads();
+    num_candidates = shared.count[0];
+  }
+
+  // Two threads per candidate count who beats it.
+  const int candidate = threadIdx.x / 2;
+  const u64 key = candidate < num_candidates ? shared.candidates[candidate] : 0;
+  int rank = 0;
+  if (warp * 16 < num_candidates) {
+#pragma unroll 4
+    for (int i = threadIdx.x % 2; i < num_candidates; i += 2) rank += shared.candidates[i] > key;
+    __syncwarp();
+    rank += __shfl_xor_sync(~0u, rank, 1);
+    if (candidate < num_candidates && threadIdx.x % 2 == 0 && rank < num_ranks)
+      shared.ranked[rank] = key;
+  }
+  __syncthreads();
+
+  if (warp == 0) {
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; i++) sum += shared.sum[i];
+    Filter filters[DRAWS];
+    filters[0] = {top_p_of, 1.f / fmaxf(temperature_of, MIN_TEMPERATURE),
+                  noise_key(seed_of, frame, first_draw)};
+    if (IS_SEMANTIC) filters[DRAWS - 1] = {RAS_TOP_P, 1.f, noise_key(seed_of, frame, first_draw + 1)};
+    int chosen[DRAWS];
+    draw(chosen, shared, filters, top, sum, min(num_ranks, max(num_candidates, 1)), lane);
+    int taken = min(chosen[0], NUM_TOKENS - 1);  // whatever garbage logits lead to
+    if (IS_SEMANTIC) {  // a semantic token of the last ones gives way to its twin
+      const bool is_recent = __any_sync(~0u, lane < window_len && recent == head_tokens[taken]);
+      if (is_recent && taken < NUM_TOKENS - 1) taken = min(chosen[DRAWS - 1], NUM_TOKENS - 1);
+    }
+    if (lane == 0) {
+      const int code = head_codes != nullptr ? static_cast<int>(head_codes[taken]) : taken;
+      choice[row] = taken;
+      shared.code = code;
+      if (is_end != nullptr) is_end[row] = taken == NUM_TOKENS - 1;
+      if (codes != nullptr) codes[row * num_codebooks + codebook] = code;
+    }
+  }
+  if (x == nullptr) return;
+  __syncthreads();
+  const i64 target = IS_SEMANTIC ? 2ll * row + 1 : row;
+  copy_row(x + target * dim, table + static_cast<i64>(shared.code) * dim, dim);
+}
