@@ -11,7 +11,6 @@ Slots are independent memory: one thread may write a slot while another writes a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,21 +25,9 @@ Attend = Callable[[int, Tensor, Tensor], Tensor]
 CUDA_PAGE = 32  # positions; kernels know it
 
 
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """Keys and values of a prompt's first positions, in storage of its own."""
-
-    kv: Tensor  # [L, 2, H_kv, length, D]
-
-    @property
-    def length(self) -> int:
-        """Positions held."""
-        return self.kv.shape[3]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return self.kv.nbytes
+def default_page_size(device: torch.device, max_len: int) -> int:
+    """32 positions on CUDA. Elsewhere the whole context: reads are views."""
+    return CUDA_PAGE if device.type == "cuda" else max_len
 
 
 class KVCache:
@@ -53,8 +40,6 @@ class KVCache:
 
     How many positions of a slot are valid is the caller's integer: what lies behind is garbage (it
     may be NaN) that nothing reads and the next write replaces, so rolling back needs no call.
-
-    On CUDA a page has 32 positions. Elsewhere it is the whole context by default: reads are views.
     """
 
     def __init__(
@@ -74,7 +59,7 @@ class KVCache:
         assert 0 < max_len <= slow.max_len, (max_len, slow.max_len)
         self.num_slots = num_slots
         self.max_len = max_len
-        self.page_size = page_size or (CUDA_PAGE if device.type == "cuda" else max_len)
+        self.page_size = page_size or default_page_size(device, max_len)
         self.max_pages = self.num_pages_of(max_len)
         self.num_pages = num_pages or 1 + num_slots * self.max_pages
         shape = (slow.num_layers, self.num_pages, 2, slow.num_kv_heads)
@@ -112,16 +97,6 @@ class KVCache:
         """Positions 0..length-1 of a slot, copied: [L, 2, H_kv, length, D]."""
         table = self.page_table[slot : slot + 1, : self.num_pages_of(length)]
         return torch.cat([_gather(pages, table) for pages in self.kv])[:, :, :, :length].clone()
-
-    def copy_prefix(self, prefix: Prefix, slot: int) -> None:
-        """Write positions 0..prefix.length-1 of a slot."""
-        for idx, page in enumerate(self.pages(slot)[: self.num_pages_of(prefix.length)]):
-            kv = prefix.kv[:, :, :, idx * self.page_size : (idx + 1) * self.page_size]
-            self.kv[:, page, :, :, : kv.shape[3]].copy_(kv)
-
-    def snapshot(self, slot: int, length: int) -> Prefix:
-        """Copy positions 0..length-1 of a slot."""
-        return Prefix(self.read(slot, length))
 
     def span(self, slot: int, start: int, num_positions: int) -> Attend:
         """Prefill: consecutive positions of one slot, each reading all before it."""

@@ -19,11 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from model.errors import ClipError, ConfigError, ModelError
+from model.kv_cache import KVCache, default_page_size
 from model.speech_model import SpeechModel
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.api import EngineInfo
 from realtime.pingpong.clip_process import read_clip_apart
 from realtime.pingpong.decode import DecodeLoop
+from realtime.pingpong.memory import pool_pages
 from realtime.pingpong.messages import (
     CancelTurn,
     CloseSlot,
@@ -34,8 +36,8 @@ from realtime.pingpong.messages import (
     SlotRef,
     VoicePrompt,
 )
-from realtime.pingpong.prefill import MAX_WAITING_COMMANDS, MIN_TEXT_POSITIONS, PrefillLoop
-from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
+from realtime.pingpong.prefill import MAX_WAITING_COMMANDS, PrefillLoop
+from realtime.pingpong.prompt_rows import MIN_TEXT_POSITIONS
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Returned
 from realtime.pingpong.vocode import VocodeLoop
@@ -49,7 +51,10 @@ class EngineConfig:
 
     num_slots: int = 4
     max_positions: int = 4096  # of a slot: prefix, dialogue and current segment
-    max_prefix_positions: int = 65_536  # of all cached prefixes together
+    max_prefix_positions: int = 65_536  # room for cached prefixes, besides the slots' contexts
+    kv_pages: int | None = None  # of slots and prefixes together; None: for all of them, or what
+    kv_memory_fraction: float = 0.8  # of the free device memory has room for
+    kv_page_size: int | None = None  # positions; None: `model.kv_cache.default_page_size`
     chunk_positions: int = 64  # prefilled at a time, so that urgent work gets its turn
     num_threads: int = 1  # intra-op threads of each engine thread (CPU)
     in_order: bool = False  # no overlap: the oracle
@@ -69,9 +74,8 @@ class PingPongEngine:
         self._model = model
         self._config = config
         self._slots = Slots(config.num_slots)
-        self._prefixes = PrefixCache(config.max_prefix_positions)
         with torch.inference_mode():
-            self._cache = model.dual_ar.new_cache(config.num_slots, max_positions)
+            self._cache = _new_cache(model, config, max_positions)
             self._vocode = VocodeLoop(
                 model,
                 self._slots,
@@ -90,7 +94,6 @@ class PingPongEngine:
                 model,
                 self._cache,
                 self._slots,
-                self._prefixes,
                 emit=lambda event: self._vocode.inbox.put(event),
                 join=lambda join: self._decode.inbox.put(join),
                 chunk_positions=config.chunk_positions,
@@ -172,12 +175,16 @@ class PingPongEngine:
             "decode_steps_total": decode.num_steps,
             "decode_rows_total": decode.num_rows,
             "vocode_frames_total": vocode.num_frames,
-            "prefill_positions_total": prefill.num_positions,
+            "prefill_positions_total": prefill.kv.num_positions,
             "prefill_queue": len(prefill.inbox),
             "vocode_queue": len(vocode.inbox),
-            "prefixes_cached": len(self._prefixes),
-            "prefix_hits_total": self._prefixes.num_hits,
-            "prefix_misses_total": self._prefixes.num_misses,
+            "prefixes_cached": len(prefill.kv.prefixes),
+            "prefix_hits_total": prefill.kv.prefixes.num_hits,
+            "prefix_misses_total": prefill.kv.prefixes.num_misses,
+            "kv_pages": self._cache.num_pages - 1,
+            "kv_pages_used": prefill.kv.allocator.num_used,
+            "kv_bytes": self._cache.kv.nbytes,
+            "slots_waiting_for_pages": prefill.kv.memory.num_waiting,
         }
 
     def stop(self) -> None:
@@ -200,7 +207,7 @@ class PingPongEngine:
         """Run every batch size once and cache the voices' prefixes. No session may be open."""
         with torch.inference_mode():
             for voice in voices:
-                self._warm_prefix(voice)
+                self._prefill.warm_up(voice)  # `/ready` promises it
             for num_rows in range(1, self._config.num_slots + 1):
                 self._warm_batch(num_rows)
 
@@ -220,12 +227,6 @@ class PingPongEngine:
             self._prefill.checked_prefix_rows((voice,), "")
         except ModelError as error:
             raise VoiceError("invalid_voice", str(error)) from error
-
-    def _warm_prefix(self, voice: VoicePrompt) -> None:
-        rows = self._prefill.checked_prefix_rows((voice,), "")
-        self._model.dual_ar.prefill(rows.to(self._model.device), self._cache, 0, 0)
-        prefix = self._cache.snapshot(0, rows.shape[1])
-        self._prefixes.add(prefix_key(rows), prefix, is_pinned=True)  # `/ready` promises it
 
     def _warm_batch(self, num_rows: int) -> None:
         model = self._model
@@ -260,6 +261,27 @@ class PingPongEngine:
 
     def _give_back(self, returned: Returned) -> None:
         self._prefill.inbox.put(returned)
+
+
+def _new_cache(model: SpeechModel, config: EngineConfig, max_positions: int) -> KVCache:
+    page_size = config.kv_page_size or default_page_size(model.device, max_positions)
+    num_pages = config.kv_pages or pool_pages(
+        model.dual_ar,
+        config.num_slots,
+        max_positions,
+        config.max_prefix_positions,
+        page_size,
+        config.kv_memory_fraction,
+    )
+    num_needed = 1 + -(-max_positions // page_size)
+    if num_pages < num_needed:
+        raise ConfigError(
+            f"the KV cache has {num_pages} pages of {page_size} positions, one context of "
+            f"{max_positions} positions needs {num_needed} (page 0 is never used)"
+        )
+    return model.dual_ar.new_cache(
+        config.num_slots, max_positions, page_size=page_size, num_pages=num_pages
+    )
 
 
 def _no_sink(event: Event) -> None:

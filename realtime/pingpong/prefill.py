@@ -179,9 +179,9 @@ class PrefillLoop:
             return
         span = Span(returned.first_kv, returned.kv_length, returned.num_frames)
         if tenant.cancelled is not None:
-            (turn, heard_frames), tenant.cancelled = tenant.cancelled, None
-            turn.spans.append(span)
-            self._forget(tenant, turn, heard_frames)
+            (cancelled, heard_frames), tenant.cancelled = tenant.cancelled, None
+            cancelled.spans.append(span)
+            self._forget(tenant, cancelled, heard_frames)
             return
         self._keep_context(tenant, returned.kv_length)
         turn = tenant.turn

@@ -2,10 +2,13 @@
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from model.kv_cache import Prefix
+from model.kv_cache import KVCache
+from model.pages import PageAllocator
 
 
 def prefix_key(rows: Tensor) -> bytes:
@@ -13,13 +16,22 @@ def prefix_key(rows: Tensor) -> bytes:
     return hashlib.sha256(rows.contiguous().numpy().tobytes()).digest()
 
 
-class PrefixCache:
-    """Least recently used first out. One thread, the prefill thread, uses it (and start-up)."""
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Slots share its full pages and copy the last one if that is not full: they write there."""
 
-    def __init__(self, max_positions: int) -> None:
-        self._max_positions = max_positions
-        self._num_positions = 0
-        self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
+    pages: tuple[int, ...]
+    length: int  # positions
+
+
+class PrefixCache:
+    """Prefixes stay while there is room: `evict_one` makes some, least recently used first.
+    One thread, the prefill thread, uses it (and start-up)."""
+
+    def __init__(self, cache: KVCache, allocator: PageAllocator) -> None:
+        self._cache = cache
+        self._allocator = allocator
+        self._prefixes: OrderedDict[bytes, CachedPrefix] = OrderedDict()
         self._pinned: set[bytes] = set()
         self.num_hits = 0
         self.num_misses = 0
@@ -27,25 +39,47 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def get(self, key: bytes) -> Prefix | None:
+    @property
+    def pages(self) -> list[int]:
+        """The pages it holds."""
+        return [page for prefix in self._prefixes.values() for page in prefix.pages]
+
+    @property
+    def num_pinned_pages(self) -> int:
+        return sum(len(self._prefixes[key].pages) for key in self._pinned)
+
+    def get(self, key: bytes) -> CachedPrefix | None:
         prefix = self._prefixes.get(key)
-        if prefix is None:
-            self.num_misses += 1
-            return None
-        self.num_hits += 1
-        self._prefixes.move_to_end(key)
+        if prefix is not None:
+            self._prefixes.move_to_end(key)
         return prefix
 
-    def add(self, key: bytes, prefix: Prefix, *, is_pinned: bool = False) -> None:
-        """Keep the prefix; drops the least recently used while over the limit, never the new one
-        and never a pinned one."""
+    def add(
+        self, key: bytes, pages: Sequence[int], length: int, *, is_pinned: bool = False
+    ) -> None:
+        """Keep the prefix with which the pages of a slot begin. Dropped when there is no page for
+        the copy of its last one."""
+        num_full, num_rest = divmod(length, self._cache.page_size)
+        if key not in self._prefixes:
+            kept = list(pages[:num_full])
+            if num_rest:
+                while not self._allocator.num_free and self.evict_one():
+                    pass
+                if not self._allocator.num_free:
+                    return
+                kept += self._allocator.take(1)
+                self._cache.copy_page(pages[num_full], kept[-1], num_rest)
+            self._allocator.share(pages[:num_full])
+            self._prefixes[key] = CachedPrefix(tuple(kept), length)
         if is_pinned:
             self._pinned.add(key)
-        if key in self._prefixes:  # two sessions prefilled it at the same time
-            return
-        self._prefixes[key] = prefix
-        self._num_positions += prefix.length
-        for old in [old for old in self._prefixes if old not in self._pinned and old != key]:
-            if self._num_positions <= self._max_positions:
-                return
-            self._num_positions -= self._prefixes.pop(old).length
+
+    def evict_one(self) -> bool:
+        """Forget the least recently used prefix that no slot shares and that is not pinned."""
+        for key, prefix in self._prefixes.items():
+            is_shared = any(self._allocator.num_users(page) > 1 for page in prefix.pages)
+            if not is_shared and key not in self._pinned:
+                del self._prefixes[key]
+                self._allocator.release(prefix.pages)
+                return True
+        return False

@@ -63,18 +63,33 @@ class Turn:
 
 
 @dataclass(slots=True)
+class Prefix:
+    """What a slot's KV begins with; `rows[:, :num_done]` are there while it is being prefilled."""
+
+    rows: Tensor  # i32 [1+K, T] (host)
+    key: bytes
+    num_done: int = 0
+    was_cached: bool = True
+
+    @property
+    def length(self) -> int:
+        return self.rows.shape[1]
+
+
+@dataclass(slots=True)
 class Tenant:
     """`rows[:, :num_done]` of the current segment are in the KV from `context_length` on."""
 
     slot: SlotRef
     sampling: SamplingParams
     max_lead_ns: int = 0
-    opening: OpenSlot | None = None  # prefix still to be prefilled
-    opening_rows: Tensor | None = None
+    opening: OpenSlot | None = None  # to be done as soon as it may
+    opening_prefix: Prefix | None = None  # made from it
     opening_after: int | None = None  # the turn that was on when it came; it keeps its voice
     opened_at_ns: int = 0
-    prefix_key: bytes | None = None  # of what the KV begins with
-    prefix_length: int = 0
+    prefix: Prefix | None = None  # of the voice and prompt that it has
+    key_in_kv: bytes | None = None  # of the prefix that the KV begins with now; None: with none
+    has_reserved: bool = False  # all pages of the prefix, or of the closed segment, that is next
     context_length: int = 0  # prefix, and in dialogue context the exchanges after it
     rows: Tensor | None = None  # i32 [1+K, T] (host), what is (partly) prefilled after the context
     num_done: int = 0
@@ -84,6 +99,20 @@ class Tenant:
     is_closing: bool = False
     turn: Turn | None = None
     last_turn: Turn | None = None  # the latest to end; it can be rolled back while it is heard
+
+    @property
+    def prefix_length(self) -> int:
+        return 0 if self.prefix is None else self.prefix.length
+
+    @staticmethod
+    def nobody() -> "Tenant":
+        """Of slot 0, while no slot is open."""
+        return Tenant(SlotRef(0, 0), SamplingParams(0.0, 1.0, 1, 0))
+
+    @property
+    def is_under_way(self) -> bool:
+        """It has all the pages that it needs and will give some back."""
+        return self.is_decoding or self.has_reserved
 
     @property
     def may_open(self) -> bool:
@@ -104,7 +133,24 @@ class Tenant:
         is_behind = self.rows is not None and self.num_done < self.rows.shape[1]
         return TEXT_GROWS if is_stale or is_behind else NOTHING_TO_DO
 
+    def strip(self) -> None:
+        """The KV is gone; it will be the prefix alone when it is loaded again."""
+        self.forget_kv()
+        if self.turn is not None:
+            self.turn.forget(self.prefix_length)
+        self.last_turn = None
+        self.start_context(self.prefix_length)
+
+    def forget_kv(self) -> None:
+        """Nothing is in the KV."""
+        self.key_in_kv = None
+        for prefix in (self.prefix, self.opening_prefix):
+            if prefix is not None:
+                prefix.num_done = 0
+
     def start_context(self, length: int) -> None:
         """The KV is valid up to `length`; nothing of a segment is prefilled behind it."""
-        self.context_length = length
+        self.context_length, self.has_reserved = length, False
+        if self.prefix is not None:
+            self.prefix.num_done = 0
         self.rows, self.num_done, self.prepared = None, 0, None

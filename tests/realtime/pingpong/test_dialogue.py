@@ -24,7 +24,7 @@ from realtime.pingpong.messages import (
     TurnEnd,
     VoicePrompt,
 )
-from realtime.pingpong.prefill import prefix_rows
+from realtime.pingpong.prompt_rows import prefix_rows
 from realtime.pingpong.steps import StepBuffer
 from tests.support.engine import (
     Recorder,

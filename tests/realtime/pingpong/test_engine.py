@@ -27,7 +27,6 @@ from realtime.pingpong.messages import (
     TurnEnd,
 )
 from tests.support.engine import (
-    TIMEOUT_S,
     close_slot,
     open_slot,
     running,
@@ -37,6 +36,7 @@ from tests.support.engine import (
     tiny_model,
     voice,
 )
+from tests.support.recorder import TIMEOUT_S
 
 TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
 

@@ -3,13 +3,10 @@
 import threading
 
 import pytest
-import torch
 
-from model.kv_cache import Prefix
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import SlotRef
 from realtime.pingpong.pacing import ClockTable, PlaybackClock
-from realtime.pingpong.prefix_cache import PrefixCache
 from realtime.pingpong.slots import Slots
 
 MS = 1_000_000
@@ -86,19 +83,3 @@ def test_a_new_generation_starts_without_lead() -> None:
     clocks.of(SlotRef(0, 1)).add(1000 * MS, 0, is_turn_start=True)
     assert clocks.of(SlotRef(0, 1)).lead_ns(0) == 1000 * MS
     assert clocks.of(SlotRef(0, 2)).lead_ns(0) == 0
-
-
-def test_a_prefix_that_two_sessions_prefilled_at_once_is_counted_once() -> None:
-    prefixes = PrefixCache(max_positions=10)
-    for key in (b"a", b"a", b"a", b"b"):
-        prefixes.add(key, Prefix(torch.zeros(1, 2, 1, 5, 1)))
-    assert prefixes.get(b"a") is not None and prefixes.get(b"b") is not None
-
-
-def test_a_pinned_prefix_is_never_dropped() -> None:
-    cache = PrefixCache(max_positions=20)
-    cache.add(b"default", Prefix(torch.zeros(1, 2, 1, 10, 2)), is_pinned=True)
-    for i in range(5):
-        cache.add(bytes([i]), Prefix(torch.zeros(1, 2, 1, 10, 2)))
-    assert cache.get(b"default") is not None
-    assert [cache.get(bytes([i])) is not None for i in range(5)] == [False] * 4 + [True]

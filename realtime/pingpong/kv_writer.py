@@ -1,0 +1,170 @@
+"""What prefill does to the KV: reserves pages, loads prefixes, writes rows.
+
+Pages are reserved before they are written: those of a prefix, and those of a closed segment with
+all its frames, at once, so that whoever has begun also comes to an end. Text that still grows takes
+what is free. Who finds the pool empty waits its turn, and may take the pages of slots that say
+nothing at the moment: they come back with their prefix alone.
+"""
+
+from torch import Tensor
+
+from model.errors import ConfigError
+from model.kv_cache import KVCache
+from model.pages import PageAllocator
+from model.speech_model import SpeechModel
+from realtime.pingpong.device import Event, Upload
+from realtime.pingpong.memory import Memory
+from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
+from realtime.pingpong.tenants import NOTHING_TO_DO, Prefix, Tenant
+
+
+class KvWriter:
+    """One thread, the prefill thread, uses it (and start-up)."""
+
+    def __init__(
+        self, model: SpeechModel, cache: KVCache, tenants: dict[int, Tenant], chunk_positions: int
+    ) -> None:
+        """`tenants` is the caller's, served longest ago first."""
+        self._model = model
+        self._cache = cache
+        self._tenants = tenants
+        self._chunk = chunk_positions
+        num_rows = 1 + model.dual_ar.config.num_codebooks
+        self._upload = Upload(4 * num_rows * chunk_positions, model.device)
+        self._stuck: set[int] = set()  # slots that can do nothing until something happens
+        self.allocator = PageAllocator(cache.num_pages)
+        self.prefixes = PrefixCache(cache, self.allocator)
+        self.memory = Memory(cache, self.allocator, self.prefixes, self._reclaim)
+        self.num_positions = 0  # written so far, for metrics
+
+    def is_able(self, tenant: Tenant) -> bool:
+        """Whether it is worth trying to go on with it."""
+        idx = tenant.slot.idx
+        return idx not in self._stuck and not self.memory.is_behind(idx)
+
+    def is_stuck(self, tenant: Tenant) -> bool:
+        return tenant.slot.idx in self._stuck
+
+    def try_again(self) -> None:
+        """Something has happened: pages or a prefix may have come."""
+        self._stuck.clear()
+
+    # ------------------------------------------------------------------ writing
+
+    def next_stop(self, start: int, stop: int) -> int:
+        """End of the chunk that begins at `start`."""
+        return min(stop, start + self._chunk)
+
+    def write(self, tenant: Tenant, rows: Tensor, base: int, start: int, stop: int) -> None:
+        """Write rows[:, start:stop] to the slot's positions from `base + start` on."""
+        if stop <= start:
+            return
+        (chunk,) = self._upload(rows[:, start:stop].flatten().numpy())
+        chunk = chunk.view(rows.shape[0], stop - start)
+        self._model.dual_ar.prefill(chunk, self._cache, tenant.slot.idx, base + start)
+        self.num_positions += stop - start
+
+    def load(self, tenant: Tenant, prefix: Prefix) -> bool:
+        """Do the next thing to make the slot's KV begin with the prefix. True: it does."""
+        if tenant.key_in_kv == prefix.key:
+            return True
+        if not prefix.num_done:
+            if self._take_from_cache(tenant, prefix):
+                return True
+            if self.is_stuck(tenant):
+                return False
+        if not self.reserve(tenant, prefix.length, is_urgent=True):
+            return False
+        tenant.has_reserved, prefix.was_cached = True, False
+        stop = self.next_stop(prefix.num_done, prefix.length)
+        self.write(tenant, prefix.rows, 0, prefix.num_done, stop)
+        prefix.num_done = stop
+        if stop < prefix.length:
+            return False
+        self.prefixes.num_misses += 1
+        self.prefixes.add(prefix.key, self._cache.pages(tenant.slot.idx), prefix.length)
+        tenant.key_in_kv, tenant.has_reserved, prefix.num_done = prefix.key, False, 0
+        return True
+
+    def _take_from_cache(self, tenant: Tenant, prefix: Prefix) -> bool:
+        """The slot has no pages afterwards if there is nothing to take; stuck if there will be."""
+        idx, cached = tenant.slot.idx, self.prefixes.get(prefix.key)
+        tenant.forget_kv()
+        if cached is not None and self.memory.start_from(idx, cached):
+            self.prefixes.num_hits += 1
+            tenant.key_in_kv, prefix.was_cached = prefix.key, True
+            return True
+        self.memory.trim(idx, 0)
+        if cached is not None or self._is_being_loaded(prefix.key):
+            self._stuck.add(idx)
+        return False
+
+    def _is_being_loaded(self, key: bytes) -> bool:
+        """Somebody is writing that prefix: it will be in the cache soon."""
+        return any(
+            prefix is not None and prefix.key == key and prefix.num_done > 0
+            for tenant in self._tenants.values()
+            for prefix in (tenant.prefix, tenant.opening_prefix)
+        )
+
+    def warm_up(self, rows: Tensor) -> None:
+        """Write a prefix and keep it for ever. Only while no slot is open.
+
+        Raises:
+            ConfigError: there are too few pages.
+        """
+        prefix = Prefix(rows, prefix_key(rows))
+        tenant = Tenant.nobody()
+        num_left = self.allocator.num_free - self._cache.num_pages_of(prefix.length)
+        if num_left < self._cache.max_pages:
+            raise ConfigError(
+                f"{self._cache.num_pages} pages of {self._cache.page_size} positions are too few "
+                f"for the default voice ({prefix.length} positions) and one context of "
+                f"{self._cache.max_len}; give the KV cache more pages or lower the context"
+            )
+        while not self.load(tenant, prefix):
+            pass
+        pages = self._cache.pages(tenant.slot.idx)
+        self.prefixes.add(prefix.key, pages, prefix.length, is_pinned=True)
+        self.memory.trim(tenant.slot.idx, 0)
+        written = Event(self._model.device)  # by another thread's stream than the prefill thread's
+        written.record()
+        written.wait_on_host()
+
+    # ------------------------------------------------------------------ pages
+
+    def reserve(self, tenant: Tenant, length: int, *, is_urgent: bool) -> bool:
+        """Pages for the slot's first `length` positions; False: it is stuck for now."""
+        is_done = self.memory.reserve(tenant.slot.idx, length, is_urgent=is_urgent)
+        if not is_done:
+            self._stuck.add(tenant.slot.idx)
+        return is_done
+
+    def trim(self, tenant: Tenant) -> None:
+        """Give back what lies behind the context."""
+        if tenant.key_in_kv is not None:  # else the pages are no context yet
+            self.memory.trim(tenant.slot.idx, tenant.context_length)
+
+    def release(self, tenant: Tenant) -> None:
+        self.memory.trim(tenant.slot.idx, 0)
+
+    def _reclaim(self, needy: int) -> bool:
+        """Strip one slot: the one that has said nothing for longest. One that waits itself, or
+        whose text grows, only while nobody is under way whose pages will come back."""
+        tenants = list(self._tenants.values())
+        idle = [
+            tenant
+            for tenant in tenants
+            if tenant.slot.idx != needy and not tenant.is_under_way and self._has_pages(tenant)
+        ]
+        victim = max(idle, key=Tenant.urgency, default=None)
+        if victim is None or (
+            victim.urgency() != NOTHING_TO_DO and any(tenant.is_under_way for tenant in tenants)
+        ):
+            return False
+        victim.strip()
+        self.memory.trim(victim.slot.idx, 0)
+        return True
+
+    def _has_pages(self, tenant: Tenant) -> bool:
+        return bool(self._cache.pages(tenant.slot.idx))

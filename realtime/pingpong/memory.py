@@ -1,0 +1,110 @@
+"""Which slot has how many pages of KV, and who waits for some."""
+
+from collections.abc import Callable
+
+import torch
+
+from model.dual_ar import DualAR
+from model.kv_cache import KVCache
+from model.pages import PageAllocator
+from realtime.pingpong.prefix_cache import CachedPrefix, PrefixCache
+
+
+class Memory:
+    """The pages of the slots. One thread, the prefill thread, uses it (and start-up).
+
+    Whoever cannot have its pages waits its turn: nobody who came later is served before. Unused
+    prefixes make room first; then `reclaim`, which is told who needs room and takes the pages of
+    one slot that can do without (False: there is none).
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        allocator: PageAllocator,
+        prefixes: PrefixCache,
+        reclaim: Callable[[int], bool],
+    ) -> None:
+        self._cache = cache
+        self._allocator = allocator
+        self._prefixes = prefixes
+        self._reclaim = reclaim
+        self._waiting: dict[int, None] = {}  # slots, oldest first
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def is_behind(self, slot: int) -> bool:
+        """The slot waits, and not at the head of the line."""
+        return slot in self._waiting and self._is_others_turn(slot)
+
+    def leave(self, slot: int) -> None:
+        """The slot wants nothing any more."""
+        self._waiting.pop(slot, None)
+
+    def reserve(self, slot: int, num_positions: int, *, is_urgent: bool) -> bool:
+        """Pages for the slot's first `num_positions`. False: not now; if urgent it waits in line."""
+        pages = self._cache.pages(slot)
+        num_more = self._cache.num_pages_of(num_positions) - len(pages)
+        if num_more <= 0:
+            self.leave(slot)
+            return True
+        if self._is_others_turn(slot) or not self._make_room(slot, num_more, may_reclaim=is_urgent):
+            if is_urgent:
+                self._waiting.setdefault(slot)
+            return False
+        self.leave(slot)
+        self._cache.assign(slot, [*pages, *self._allocator.take(num_more)])
+        return True
+
+    def trim(self, slot: int, num_positions: int) -> None:
+        """Give back the pages behind the first `num_positions`."""
+        pages, num_kept = self._cache.pages(slot), self._cache.num_pages_of(num_positions)
+        if num_kept < len(pages):
+            self._cache.assign(slot, pages[:num_kept])
+            self._allocator.release(pages[num_kept:])
+
+    def start_from(self, slot: int, prefix: CachedPrefix) -> bool:
+        """Let the slot begin with the prefix, and with nothing else. False: it has to wait, and has
+        no pages at all."""
+        num_full, num_rest = divmod(prefix.length, self._cache.page_size)
+        self.trim(slot, 0)
+        self._allocator.share(prefix.pages)  # also its last page, while room is looked for
+        self._cache.assign(slot, prefix.pages[:num_full])
+        is_done = self.reserve(slot, prefix.length, is_urgent=True)
+        if is_done and num_rest:
+            self._cache.copy_page(prefix.pages[-1], self._cache.pages(slot)[-1], num_rest)
+        self._allocator.release(prefix.pages[num_full:])
+        if not is_done:
+            self.trim(slot, 0)
+        return is_done
+
+    def _is_others_turn(self, slot: int) -> bool:
+        return bool(self._waiting) and next(iter(self._waiting)) != slot
+
+    def _make_room(self, slot: int, num_pages: int, *, may_reclaim: bool) -> bool:
+        while self._allocator.num_free < num_pages:
+            has_more = self._prefixes.evict_one() or (may_reclaim and self._reclaim(slot))
+            if not has_more:
+                return False
+        return True
+
+
+def pool_pages(
+    model: DualAR,
+    num_slots: int,
+    max_positions: int,
+    max_prefix_positions: int,
+    page_size: int,
+    memory_fraction: float,
+) -> int:
+    """Pages (with page 0) for the whole context of every slot and for cached prefixes; on CUDA no
+    more than fit into a fraction of the memory that is free now."""
+    num_pages = 1 + num_slots * -(-max_positions // page_size)
+    num_pages += max(1, max_prefix_positions // page_size)
+    if model.device.type != "cuda":
+        return num_pages
+    slow, (num_free_bytes, _) = model.config.slow, torch.cuda.mem_get_info(model.device)
+    position = 2 * slow.num_layers * slow.num_kv_heads * slow.head_dim * model.dtype.itemsize
+    return min(num_pages, int(num_free_bytes * memory_fraction) // (position * page_size))
