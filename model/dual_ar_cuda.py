@@ -57,18 +57,19 @@ class FusedBlock:
 
     @classmethod
     def take(cls, block: Block, kind: Kind) -> FusedBlock:
+        dtype = block.attention_norm.dtype
         return cls(
             config=block.config,
             kind=kind,
             attention_norm=block.attention_norm,
-            wqkv=_take(block, "wqkv", kind),
+            wqkv=_take(block, "wqkv", kind, dtype),
             qkv_bias=block.qkv_bias,
             qk_norm=block.qk_norm,
-            wo=_take(block, "wo", kind),
+            wo=_take(block, "wo", kind, dtype),
             o_bias=block.o_bias,
             ffn_norm=block.ffn_norm,
-            gate_up=_take(block, "gate_up", kind, is_gate_up=True),
-            down=_take(block, "down", kind),
+            gate_up=_take(block, "gate_up", kind, dtype, is_gate_up=True),
+            down=_take(block, "down", kind, dtype),
         )
 
     def project(self, x: Tensor) -> Tensor:
@@ -127,11 +128,11 @@ class FusedDualAR:
         self._head = Head(model.head_tokens, model.head_codes)
         self._slow = FusedStack(model.slow, kind)
         self._fast = FusedStack(model.fast.stack, kind)
-        self._semantic_head = _take(model, "restricted_head", "bf16")
-        self._code_head = _take(model.fast, "output", "bf16")
+        self._semantic_head = _take(model, "restricted_head", "bf16", model.dtype)
+        self._code_head = _take(model.fast, "output", "bf16", model.dtype)
         self._project_in, self._project_in_bias = None, model.fast.project_in_bias
         if config.needs_projection:
-            self._project_in = _take(model.fast, "project_in", "bf16")
+            self._project_in = _take(model.fast, "project_in", "bf16", model.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +141,7 @@ class FusedDualAR:
         packed = [w for b in blocks for w in (b.wqkv, b.wo, b.gate_up, b.down)]
         packed += [self._semantic_head, self._code_head]
         packed += [self._project_in] if self._project_in is not None else []
-        return sum(weight.nbytes for weight in packed)
+        return sum(tensor.nbytes for weight in packed for tensor in weight.tensors())
 
     def prefill(self, rows: Tensor, cache: KVCache, slot: int, start: int) -> None:
         """See `DualAR.prefill`."""
@@ -155,14 +156,13 @@ class FusedDualAR:
         x = self._embed(rows.t().contiguous(), None)
 
         def append(layer: int, block: FusedBlock, qkv: Tensor) -> Tensor:
-            return rope_append(
-                *(qkv, block.qk_norm, block.config.norm_eps, self._slow.rope),
-                *(cache.kv[layer], cache.page_table, slots, positions),
-            )
+            eps, table = block.config.norm_eps, cache.page_table
+            where = (cache.kv[layer], table, slots, positions)
+            return rope_append(qkv, block.qk_norm, eps, self._slow.rope, *where)
 
         def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
-            q, memory = append(layer, block, qkv), (cache.kv[layer], cache.page_table)
-            return paged_attention(q, *memory, slots, positions, block.kind)
+            where = (cache.kv[layer], cache.page_table, slots, positions)
+            return paged_attention(append(layer, block, qkv), *where, block.kind)
 
         *blocks, last = self._slow.blocks
         for layer, block in enumerate(blocks):
@@ -202,10 +202,9 @@ class FusedDualAR:
         positions = state.position.index_select(0, slots)
 
         def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
-            return decode_attention(
-                *(qkv, block.qk_norm, block.config.norm_eps, self._slow.rope),
-                *(cache.kv[layer], cache.page_table, slots, positions, block.kind),
-            )
+            eps, table = block.config.norm_eps, cache.page_table
+            where = (cache.kv[layer], table, slots, positions)
+            return decode_attention(qkv, block.qk_norm, eps, self._slow.rope, *where, block.kind)
 
         x = self._embed(state.rows, slots)
         return self._slow.final_norm(self._slow.forward(x, attend))
@@ -229,10 +228,9 @@ class FusedDualAR:
 
     def _frame_attend(self, state: FrameState, start: int, num_positions: int) -> Attend:
         def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
-            return frame_attention(
-                *(qkv, block.qk_norm, block.config.norm_eps, self._fast.rope),
-                *(state.fast.layers[layer], start, num_positions, block.kind),
-            )
+            eps, memory = block.config.norm_eps, state.fast.layers[layer]
+            rope, where = self._fast.rope, (start, num_positions)
+            return frame_attention(qkv, block.qk_norm, eps, rope, memory, *where, block.kind)
 
         return attend
 
@@ -242,15 +240,22 @@ class FusedDualAR:
         )
 
 
-def _take(module: nn.Module, name: str, kind: Kind, *, is_gate_up: bool = False) -> PackedWeight:
-    """Pack a matrix of a module and drop it from there; its memory is free when this returns."""
+def _take(
+    module: nn.Module, name: str, kind: Kind, dtype: torch.dtype, *, is_gate_up: bool = False
+) -> PackedWeight:
+    """Pack a matrix of a module and drop it from there; its memory is free when this returns.
+
+    Args:
+        dtype: of what the matrix makes.
+    """
     data, scale = _pop(module, name), _pop(module, f"{name}_scale")
     assert data is not None, name
-    if scale is None and kind == "bf16":
+    if kind == "bf16":
+        assert scale is None, f"{name} is quantised"
         return pack_bf16(data, is_gate_up=is_gate_up)
     if scale is None:
         data, scale = quantize_weight(data)
-    return pack_fp8(data, scale, is_gate_up=is_gate_up)
+    return pack_fp8(data, scale, is_gate_up=is_gate_up, dtype=dtype)
 
 
 def _pop(module: nn.Module, name: str) -> Tensor | None:

@@ -6,12 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.config import DualARConfig, StackConfig
 from model.dual_ar import DualAR, FrameState
 from model.kv_cache import KVCache
 from model.loader import load_dual_ar
 from model.sampling import FrameSampler, SamplingParams
 from tests.model.goldens import END_ID, GOLDEN, NAMES, TOLERANCE, Golden, golden, max_error
+from tests.model.small_model import (
+    decode,
+    embedded_like_config,
+    enter,
+    make_random_model,
+    random_prompt,
+)
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -37,19 +43,6 @@ def prefilled(
     )
     enter(model, cache, state, slot, prompt, GREEDY, chunk)
     return cache, state
-
-
-def enter(model, cache, state, slot, prompt, sampling, chunk=None) -> None:
-    last = prompt.shape[1] - 1
-    for start in range(0, last, chunk or last):
-        model.prefill(prompt[:, start : min(last, start + (chunk or last))], cache, slot, start)
-    model.join(state, slot, prompt[:, last], last, sampling)
-
-
-def decode(model, state, slots: list[int], cache, num_frames: int) -> Tensor:
-    """[num_frames, B, K]"""
-    index = torch.tensor(slots)
-    return torch.stack([model.decode_frame(state, index, cache).codes for _ in range(num_frames)])
 
 
 class LogitRecorder:
@@ -127,34 +120,9 @@ def test_bf16_runs_and_stays_close(checkpoint):
 # ---------------------------------------------------------------------- batches of slots
 
 
-def embedded_like_config() -> DualARConfig:
-    """The geometry of the embedded model: one key/value head, sizes no multiple of each other."""
-    slow = StackConfig(3, 320, 5, 1, 64, 832, 1e4, 1e-6, 256, True, False, False)
-    fast = StackConfig(2, 320, 5, 1, 64, 640, 1e4, 1e-6, 9, False, False, False)
-    return DualARConfig(slow, fast, 1280, 8, 1024, True, 256, 1279, 3)
-
-
 @pytest.fixture(scope="module")
 def random_model() -> DualAR:
-    model = DualAR(embedded_like_config(), torch.device("cpu"), torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    for weights in model.parameters():
-        if weights.ndim == 2:
-            weights.copy_(torch.randn(weights.shape, generator=generator) / weights.shape[1] ** 0.5)
-        else:
-            weights.fill_(1.0)
-    model.embeddings.mul_(2.0)
-    model.finish_loading()
-    return model
-
-
-def random_prompt(length: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.zeros(9, length, dtype=torch.int32)
-    rows[0] = torch.randint(20, 150, (length,), generator=generator, dtype=torch.int32)
-    codes = torch.randint(0, 1024, (8, length // 2), generator=generator, dtype=torch.int32)
-    rows[1:, : length // 2], rows[0, : length // 2] = codes, codes[0] + 256
-    return rows
+    return make_random_model()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -212,10 +180,9 @@ def test_a_copied_prefix_equals_a_prefilled_one(random_model):
     prompt = random_prompt(40, 8)
     cache, state = random_model.new_cache(2, 256), random_model.new_frame_state(2)
     random_model.prefill(prompt[:, :25], cache, 0, 0)
-    prefix = cache.snapshot(0, 25)
-    assert prefix.length == 25 and prefix.nbytes == prefix.kv.numel() * 4
-    cache.kv[:, 1].fill_(7.0)  # the prefix has storage of its own
-    cache.copy_prefix(prefix, 1)
+    (source,), (target,) = cache.pages(0), cache.pages(1)
+    cache.copy_page(source, target, 25)
+    cache.kv[:, source].fill_(7.0)  # the copy has storage of its own
     random_model.prefill(prompt[:, 25:-1], cache, 1, 25)
     random_model.join(state, 1, prompt[:, -1], 39, GREEDY)
     copied = decode(random_model, state, [1], cache, 5)
