@@ -132,9 +132,12 @@ class RandomModel:
         model.finish_loading()
         return model.eval()
 
-    def codec(self, device: torch.device, dtype: torch.dtype) -> Codec:
-        """The codec, its weights drawn on the device."""
-        return DacCodec(codec_config(self.geometry), RandomWeights(self.seed, device, dtype))
+    def codec(
+        self, device: torch.device, dtype: torch.dtype, *, is_fused: bool | None = None
+    ) -> Codec:
+        """The codec, its weights drawn on the device; `is_fused`: see `DacCodec`."""
+        weights = RandomWeights(self.seed, device, dtype)
+        return DacCodec(codec_config(self.geometry), weights, is_fused=is_fused)
 
 
 def is_random(name: str | Path) -> bool:

@@ -64,12 +64,18 @@ class Codec(Protocol):
         """
 
 
-def load_codec(path: str | Path, device: str | torch.device, dtype: torch.dtype) -> Codec:
+def load_codec(
+    path: str | Path,
+    device: str | torch.device,
+    dtype: torch.dtype,
+    *,
+    is_fused: bool | None = None,
+) -> Codec:
     """Load the codec of a model directory, or of one weight file.
 
     The weights are `codec.pth` or `codec.safetensors`. The configuration is `config.json` beside
     them: its `codec_config`, or the file itself if it describes a codec; a directory without
-    either holds an S2 codec.
+    either holds an S2 codec. `is_fused` is for an S2 codec, see `DacCodec`.
 
     Raises:
         ConfigError: if the configuration cannot be read, names an unknown type or contradicts
@@ -83,16 +89,17 @@ def load_codec(path: str | Path, device: str | torch.device, dtype: torch.dtype)
     if kind not in _BUILDERS:
         raise ConfigError(f"codec_config.type: expected one of {sorted(_BUILDERS)}, found {kind!r}")
     weights = Weights(read_tensors(file), str(file), torch.device(device), dtype)
-    codec = _BUILDERS[kind](raw, weights)
+    codec = _BUILDERS[kind](raw, weights, is_fused)
     weights.finish()
     return codec
 
 
-def _build_dac(raw: Mapping[str, Any] | None, weights: Weights) -> Codec:
-    return DacCodec(DacConfig.s2() if raw is None else DacConfig.from_json(raw), weights)
+def _build_dac(raw: Mapping[str, Any] | None, weights: Weights, is_fused: bool | None) -> Codec:
+    config = DacConfig.s2() if raw is None else DacConfig.from_json(raw)
+    return DacCodec(config, weights, is_fused=is_fused)
 
 
-def _build_spectral(raw: Mapping[str, Any] | None, weights: Weights) -> Codec:
+def _build_spectral(raw: Mapping[str, Any] | None, weights: Weights, _: bool | None) -> Codec:
     assert raw is not None
     try:
         codec = SpectralCodec(SpectralConfig.from_dict(raw))
@@ -103,7 +110,8 @@ def _build_spectral(raw: Mapping[str, Any] | None, weights: Weights) -> Codec:
     return codec.to(weights.device, weights.dtype).eval()
 
 
-_BUILDERS: Mapping[str, Callable[[Mapping[str, Any] | None, Weights], Codec]] = {
+_Builder = Callable[[Mapping[str, Any] | None, Weights, bool | None], Codec]
+_BUILDERS: Mapping[str, _Builder] = {
     "dac": _build_dac,
     "spectral": _build_spectral,
 }

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from model.codec.checkpoint import Weights
-from model.codec.config import DacConfig
+from model.codec.config import DacConfig, TransformerConfig
+from model.codec.dac_fused import FusedDecoder
 from model.codec.dac_layers import (
     CausalConv,
     CausalTransposedConv,
@@ -27,6 +28,7 @@ from model.codec.dac_layers import (
     Snake,
     WindowTransformer,
 )
+from ops import codec as ops
 
 # Frames per pass over a long clip: bounds memory, and one pass' activations stay in cache.
 MAX_PASS_FRAMES = 16
@@ -51,7 +53,10 @@ class DacState:
 class DacCodec:
     """The codec. Weights are read-only after construction; all streaming state is the caller's."""
 
-    def __init__(self, config: DacConfig, weights: Weights) -> None:
+    def __init__(
+        self, config: DacConfig, weights: Weights, *, is_fused: bool | None = None
+    ) -> None:
+        """`is_fused`: decode over the ops of `ops.codec`; by default not."""
         self.config = config
         self.device, self.dtype = weights.device, weights.dtype
         self.sample_rate = config.sample_rate
@@ -61,7 +66,17 @@ class DacCodec:
         quantizer = weights.at("quantizer")
         self.encoder = _Encoder(config, weights.at("encoder"), quantizer)
         self.quantizer = Quantizer(config, quantizer)
-        self.decoder = _Decoder(config, weights.at("decoder"), quantizer)
+        self.decoder: _Decoder | FusedDecoder
+        if is_fused:
+            # Half precision: 11 bits of mantissa against 8 of bf16, at the same speed.
+            self.state_dtype = torch.float16 if weights.device.type == "cuda" else self.dtype
+            books = self.quantizer.codebooks(config.post)
+            self.decoder = FusedDecoder(
+                config, weights.at("decoder"), quantizer, books, self.state_dtype
+            )
+        else:
+            self.state_dtype = self.dtype
+            self.decoder = _Decoder(config, weights.at("decoder"), quantizer)
 
     @torch.no_grad()
     def encode(self, wav: Tensor) -> Tensor:
@@ -102,10 +117,11 @@ class DacCodec:
     def init_state(self, num_slots: int) -> DacState:
         """Allocate the state of `num_slots` streams, all at their beginning."""
         history = torch.zeros(
-            num_slots, self.decoder.layout.num_values, device=self.device, dtype=self.dtype
+            num_slots, self.decoder.layout.num_values, device=self.device, dtype=self.state_dtype
         )
         positions = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
-        return DacState(positions, history, self.decoder.post.init_ring(num_slots))
+        ring = KvRing.zeros(num_slots, self.config.post, self.device, self.state_dtype)
+        return DacState(positions, history, ring)
 
     def reset_state(self, state: DacState, rows: Tensor) -> None:
         """Put the streams in `rows` (i64 [R]) back to their beginning."""
@@ -127,15 +143,19 @@ class DacCodec:
         """
         assert codes.dim() == 3 and codes.shape[1] == self.num_codebooks, codes.shape
         assert rows.shape == codes.shape[:1], (rows.shape, codes.shape)
+        if not codes.shape[2]:
+            return torch.zeros(len(codes), 0, device=self.device)
+        is_fused = isinstance(self.decoder, FusedDecoder)
+        sizes = pass_sizes(codes.shape[2]) if is_fused else MAX_PASS_FRAMES
         pieces = [
-            self._decode_piece(piece, state, rows)
-            for piece in torch.split(codes, MAX_PASS_FRAMES, dim=2)
+            self._decode_piece(piece, state, rows) for piece in torch.split(codes, sizes, dim=2)
         ]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
     def _decode_piece(self, codes: Tensor, state: DacState, rows: Tensor) -> Tensor:
-        if not codes.shape[2]:
-            return torch.zeros(len(codes), 0, device=self.device)
+        if isinstance(self.decoder, FusedDecoder):
+            flat = codes.transpose(1, 2).flatten(0, 1).int().contiguous()
+            return self.decoder(flat, None, rows, state.positions, state.history, state.ring)
         positions = state.positions.index_select(0, rows)
         history = state.history.index_select(0, rows)
         latents = self.quantizer.decode(codes)
@@ -171,6 +191,17 @@ class Quantizer:
         self.offsets = bounds.cumsum(0)[:-1, None]  # i64 [K, 1], where each codebook's rows start
         self.last_codes = (bounds[1:] - 1)[:, None]  # i64 [K, 1]
         self.dtype = weights.dtype
+
+    def codebooks(self, post: TransformerConfig) -> ops.Codebooks:
+        """For the fused decoder."""
+        device = self.table.device
+        half = torch.arange(0, post.head_dim, 2).float() / post.head_dim
+        return ops.Codebooks(
+            table=self.table,
+            offsets=self.offsets[:, 0].int().contiguous(),
+            last_codes=self.last_codes[:, 0].int().contiguous(),
+            frequencies=(1.0 / post.rope_base**half).to(device),
+        )
 
     def decode(self, codes: Tensor) -> Tensor:
         """codes int [B, K, T] -> latents [B, T, C]."""
@@ -351,6 +382,14 @@ class _DecoderBlock:
         for unit in self.units:
             x = unit(x, history)
         return x
+
+
+def pass_sizes(num_frames: int) -> list[int]:
+    """Frames of each pass over a clip: powers of two, as the kernels' tiles want them."""
+    sizes, size = [MAX_PASS_FRAMES] * (num_frames // MAX_PASS_FRAMES), MAX_PASS_FRAMES
+    while size := size // 2:
+        sizes += [size] if num_frames & size else []
+    return sizes
 
 
 def _f32(weights: Weights, tensor: Tensor) -> Tensor:

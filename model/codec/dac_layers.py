@@ -190,6 +190,16 @@ class KvRing:
     keys: Tensor
     values: Tensor
 
+    @staticmethod
+    def zeros(
+        num_slots: int, config: TransformerConfig, device: torch.device, dtype: torch.dtype
+    ) -> KvRing:
+        """Of streams that have not begun."""
+        c = config
+        shape = (num_slots, c.num_layers, c.window, c.num_heads, c.head_dim)
+        keys = torch.zeros(shape, device=device, dtype=dtype)
+        return KvRing(keys, torch.zeros_like(keys))
+
 
 @dataclass
 class _Step:
@@ -217,10 +227,7 @@ class WindowTransformer:
 
     def init_ring(self, num_slots: int) -> KvRing:
         """Allocate the ring of `num_slots` streams."""
-        c = self.config
-        shape = (num_slots, c.num_layers, c.window, c.num_heads, c.head_dim)
-        zeros = torch.zeros(shape, device=self.device, dtype=self.dtype)
-        return KvRing(zeros, torch.zeros_like(zeros))
+        return KvRing.zeros(num_slots, self.config, self.device, self.dtype)
 
     def __call__(self, x: Tensor, ring: KvRing, rows: Tensor, positions: Tensor) -> Tensor:
         """Continue the streams in `rows`.

@@ -1,0 +1,192 @@
+"""The codec's streaming decode alone: time per call at a batch size and frames per call.
+
+    python -m bench_ttfa.codec --model random:s2-pro --batch 1,8,64 --frames 1,2,4
+
+A call continues `batch` streams by `frames` frames each, as the engine's vocode thread does; on
+CUDA it is one captured graph. `us` is the median of calls whose weights are not in the L2, which
+another kernel has filled in between, as decode does in life; `us_hot` is that of calls one after
+another. `realtime_streams` is how many streams play at once if the device did nothing else.
+`snr_db` compares the samples of a stream with those of the plain decoder in fp32.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bench_ttfa.system import describe_machine, describe_software
+from model.codec import Codec, load_codec
+from model.codec.dac import DacCodec
+from model.embedded import embedded_path
+from model.random_model import RandomModel, is_random
+
+NUM_CALLS = 30
+_SNR_FRAMES = 48
+_FLUSH_BYTES = 256 << 20  # several times the L2
+_MIN_RUN_S = 0.3  # on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class CallTime:
+    """Of one batch size and number of frames."""
+
+    batch: int
+    frames: int
+    us: float
+    us_hot: float
+    frames_per_s: float  # of all streams, from `us`
+    realtime_streams: int
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="embedded", help="a directory, embedded or random:...")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=_numbers, default=[1, 8, 64], help="streams per call")
+    parser.add_argument("--frames", type=_numbers, default=[1, 2, 4], help="frames per call")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    options = parser.parse_args(arguments)
+    with torch.inference_mode():
+        record = measure(options.model, options.device, options.batch, options.frames)
+    for line in table(record):
+        print(line)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(
+    model: str, device: str, batches: Sequence[int], frames: Sequence[int]
+) -> dict[str, object]:
+    codec = build(model, torch.device(device))
+    times = [time_call(codec, device, batch, count) for batch in batches for count in frames]
+    plain = build(model, torch.device(device), is_fused=False) if is_dac(codec) else codec
+    return {
+        "model": model,
+        "device": device,
+        "machine": describe_machine(),
+        "software": describe_software(),
+        "state_bytes_per_stream": state_bytes(codec),
+        "snr_db": round(snr_db(codec, plain, device), 1) if plain is not codec else None,
+        "calls": [asdict(entry) for entry in times],
+    }
+
+
+def table(record: dict[str, object]) -> list[str]:
+    calls = record["calls"]
+    assert isinstance(calls, list), calls
+    lines = [f"{record['model']} on {record['device']}: SNR against fp32 {record['snr_db']} dB"]
+    lines.append("batch frames       us   us hot  frames/s  real-time streams")
+    lines += [
+        f"{c['batch']:5d} {c['frames']:6d} {c['us']:8.0f} {c['us_hot']:8.0f} "
+        f"{c['frames_per_s']:9.0f}  {c['realtime_streams']:d}"
+        for c in calls
+    ]
+    return lines
+
+
+def build(model: str, device: torch.device, *, is_fused: bool | None = None) -> Codec:
+    if is_random(model):
+        return RandomModel.parse(model).codec(device, torch.float32, is_fused=is_fused)
+    path = embedded_path() if model == "embedded" else Path(model)
+    return load_codec(path, device, torch.float32, is_fused=is_fused)
+
+
+def is_dac(codec: Codec) -> bool:
+    return isinstance(codec, DacCodec)
+
+
+def state_bytes(codec: Codec) -> int:
+    """Of one stream."""
+    state = codec.init_state(1)
+    if isinstance(state, dict):
+        tensors = list(state.values())
+    else:
+        tensors = [state.positions, state.history, state.ring.keys, state.ring.values]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def snr_db(codec: Codec, plain: Codec, device: str) -> float:
+    """Of one stream, frame by frame, against the plain decoder's whole clip."""
+    codes = random_codes(codec, 1, _SNR_FRAMES, device)
+    state, rows = codec.init_state(1), torch.zeros(1, dtype=torch.int64, device=device)
+    pieces = [codec.decode_stream(piece, state, rows) for piece in torch.split(codes, 1, dim=2)]
+    want = plain.decode(codes)
+    error = (torch.cat(pieces, dim=1) - want).norm() / want.norm()
+    return -20 * math.log10(float(error) + 1e-12)
+
+
+def random_codes(codec: Codec, batch: int, frames: int, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    size = (batch, codec.num_codebooks, frames)
+    codes = torch.randint(0, min(codec.codebook_sizes), size, generator=generator)
+    return codes.int().to(device)
+
+
+def time_call(codec: Codec, device: str, batch: int, frames: int) -> CallTime:
+    codes = random_codes(codec, batch, frames, device)
+    state, rows = codec.init_state(batch), torch.arange(batch, device=device)
+
+    def call() -> object:
+        return codec.decode_stream(codes, state, rows)
+
+    us, us_hot = _time_cuda(call) if device.startswith("cuda") else _time_cpu(call)
+    frames_per_s = batch * frames / us * 1e6
+    frame_rate = codec.sample_rate / codec.frame_samples
+    return CallTime(batch, frames, us, us_hot, frames_per_s, int(frames_per_s / frame_rate))
+
+
+def _time_cuda(call: Callable[[], object]) -> tuple[float, float]:
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    medians = []
+    for is_cold in (True, False):
+        times = []
+        for _ in range(NUM_CALLS):
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            if is_cold:
+                flush.fill_(1)
+            start.record()
+            graph.replay()
+            end.record()
+            times.append((start, end))
+        torch.cuda.synchronize()
+        medians.append(statistics.median(1e3 * a.elapsed_time(b) for a, b in times))
+    del result
+    return medians[0], medians[1]
+
+
+def _time_cpu(call: Callable[[], object]) -> tuple[float, float]:
+    call()
+    times: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < _MIN_RUN_S or len(times) < 3:
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
+    us = statistics.median(times)
+    return us, us
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

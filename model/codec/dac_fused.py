@@ -1,0 +1,306 @@
+"""The decoder of the modded DAC over the ops of `ops.codec`: few launches, no copies of the past.
+
+The same computation as `dac._Decoder`, which stays the CPU's path and the oracle. Every convolution
+adds its residual and applies the snake that follows it, so that an activation is written once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model.codec.checkpoint import Weights
+from model.codec.config import DacConfig, TransformerConfig
+from model.codec.dac_layers import HistoryLayout, KvRing
+from ops import codec as ops
+
+_DILATIONS = (1, 3, 9)
+_KERNEL = 7
+
+
+def fits_kernels(config: DacConfig) -> bool:
+    """Whether the CUDA kernels are made for these sizes."""
+    widths = [config.latent_dim, *(config.decoder_dim >> i for i in range(5))]
+    widths = widths[: 2 + len(config.decoder_rates)]
+    factors = (*config.decoder_rates, *config.downsample_factors)
+    return (
+        (config.post.window, config.post.head_dim) == (ops.WINDOW, ops.HEAD_DIM)
+        and all(width % 64 == 0 or (width % 16 == 0 and width <= 112) for width in widths)
+        and all(factor & (factor - 1) == 0 for factor in factors)
+        and config.latent_dim <= 1024
+    )
+
+
+class FusedDecoder:
+    """Codes -> waveform, continuing streams; `dtype` is that of activations and state."""
+
+    def __init__(
+        self,
+        config: DacConfig,
+        weights: Weights,
+        quantizer: Weights,
+        books: ops.Codebooks,
+        dtype: torch.dtype,
+    ) -> None:
+        self.layout = layout = HistoryLayout()
+        make = _Maker(layout, dtype)
+        self.dtype, self.books, self.frame_samples = dtype, books, config.frame_samples
+        self.post = _Transformer(quantizer.at("post_module"), config.post, make)
+        num_upsamples = len(config.downsample_factors)
+        self.upsample = [
+            _Upsample(quantizer.at("upsample", i), config, factor, make, i + 1 == num_upsamples)
+            for i, factor in enumerate(reversed(config.downsample_factors))
+        ]
+        dim, model = config.decoder_dim, weights.at("model")
+        num_blocks = len(config.decoder_rates)
+        snakes = [
+            model.at(i + 1, "block", 0) if i < num_blocks else model.at(i + 1)
+            for i in range(num_blocks + 1)
+        ]
+        self.conv_in = make.conv(
+            model.at(0, "conv"), config.latent_dim, dim, _KERNEL, snake=snakes[0]
+        )
+        self.blocks: list[_Block] = []
+        for i, rate in enumerate(config.decoder_rates):
+            self.blocks.append(_Block(model.at(i + 1, "block"), dim, rate, snakes[i + 1], make))
+            dim //= 2
+        last = model.at(num_blocks + 2, "conv")
+        weight = last.take("weight", 1, dim, _KERNEL)[0].T
+        self.output = ops.Output(
+            weight=weight.to(weights.device).contiguous(),
+            bias=float(last.take("bias", 1)),
+            history_start=layout.reserve((_KERNEL - 1) * dim).start,
+        )
+
+    def __call__(
+        self,
+        codes: Tensor,
+        index: Tensor | None,
+        slots: Tensor,
+        positions: Tensor,
+        history: Tensor,
+        ring: KvRing,
+    ) -> Tensor:
+        """Decode the next T frames of B streams; all of their state moves on.
+
+        Args:
+            codes, index: see `ops.begin`.
+            slots: i64 [B] — distinct, except that padding may name one slot many times.
+            positions, history, ring: rows of `num_slots` streams.
+
+        Returns:
+            f32 [B, T * frame_samples].
+        """
+        new_history = history.new_empty(len(slots), history.shape[1])
+        streams = ops.Streams(slots, history, new_history)
+        latents, turns = ops.begin(codes, index, self.books, positions, slots)
+        num_steps = num_frames = len(latents) // len(slots)
+        x = self.post(latents, turns, ring, positions, slots)
+        for layer in self.upsample:
+            x = layer(x, streams, num_steps)
+            num_steps *= layer.factor
+        x = _out(ops.conv(x, self.conv_in, streams, num_steps=num_steps))
+        for block in self.blocks:
+            x = block(x, streams, num_steps)
+            num_steps *= block.rate
+        wav = ops.output(x, self.output, streams, num_steps)
+        history.index_copy_(0, slots, new_history)
+        positions.index_add_(0, slots, torch.full_like(slots, num_frames))
+        return wav
+
+
+class _Maker:
+    """Weights of the checkpoint -> layers for the kernels."""
+
+    def __init__(self, layout: HistoryLayout, dtype: torch.dtype) -> None:
+        self.layout, self.dtype = layout, dtype
+
+    def place(self, weights: Weights, name: str, *shape: int) -> Tensor:
+        return weights.take(name, *shape).to(weights.device).contiguous()
+
+    def conv(
+        self,
+        weights: Weights,
+        in_channels: int,
+        out_channels: int,
+        kernel: int,
+        dilation: int = 1,
+        snake: Weights | None = None,
+    ) -> ops.Conv:
+        weight = self.place(weights, "weight", out_channels, in_channels, kernel).transpose(1, 2)
+        return self._pack(weights, weight, out_channels, 1, dilation, snake)
+
+    def transposed(
+        self,
+        weights: Weights,
+        in_channels: int,
+        out_channels: int,
+        kernel: int,
+        stride: int,
+        snake: Weights | None = None,
+    ) -> ops.Conv:
+        """An output step depends on its own input step and the one before: one or two taps, and
+        `stride` times the columns. The kernel's first part meets the newest input."""
+        weight = self.place(weights, "weight", in_channels, out_channels, kernel)
+        weight = weight.view(in_channels, out_channels, kernel // stride, stride)
+        weight = weight.permute(3, 1, 2, 0).flip(2).flatten(0, 1)  # [stride * O, taps, I]
+        return self._pack(weights, weight, out_channels, stride, 1, snake)
+
+    def linear(
+        self, weight: Tensor, bias: Tensor | None = None, activation: str = "none"
+    ) -> ops.Conv:
+        """weight f32 [N, C]."""
+        return ops.pack_conv(weight[:, None], bias, self.dtype, activation=activation)
+
+    def _pack(
+        self,
+        weights: Weights,
+        weight: Tensor,
+        out_channels: int,
+        repeats: int,
+        dilation: int,
+        snake: Weights | None,
+    ) -> ops.Conv:
+        _, num_taps, channels = weight.shape
+        alpha = None
+        if snake is not None:
+            alpha = self.place(snake, "alpha", 1, out_channels, 1).flatten().repeat(repeats)
+        return ops.pack_conv(
+            weight,
+            self.place(weights, "bias", out_channels).repeat(repeats),
+            self.dtype,
+            dilation=dilation,
+            history_start=self.layout.reserve((num_taps - 1) * dilation * channels).start,
+            activation="none" if alpha is None else "snake",
+            alpha=alpha,
+        )
+
+
+class _Transformer:
+    def __init__(self, weights: Weights, config: TransformerConfig, make: _Maker) -> None:
+        self.config, self.dtype = config, make.dtype
+        self.layers = [
+            _TransformerLayer(weights.at("layers", i), config, make)
+            for i in range(config.num_layers)
+        ]
+        self.norm = make.place(weights, "norm.weight", config.dim)
+
+    def __call__(
+        self, x: Tensor, turns: Tensor, ring: KvRing, positions: Tensor, slots: Tensor
+    ) -> Tensor:
+        """x f32 [B * T, dim], overwritten -> [B * T, dim]."""
+        eps = self.config.norm_eps
+        for i, layer in enumerate(self.layers):
+            y = ops.rms_norm(x, layer.attention_norm, eps, self.dtype)
+            qkv = _out(ops.conv(y, layer.wqkv))
+            y = ops.window_attention(qkv, ring.keys, ring.values, i, turns, positions, slots)
+            x = _raw(ops.conv(y, layer.wo, residual=x, raw=torch.float32, has_out=False))
+            y = ops.rms_norm(x, layer.ffn_norm, eps, self.dtype)
+            y = _out(ops.conv(y, layer.gate_up))
+            x = _raw(ops.conv(y, layer.down, residual=x, raw=torch.float32, has_out=False))
+        return ops.rms_norm(x, self.norm, eps, self.dtype)
+
+
+class _TransformerLayer:
+    def __init__(self, weights: Weights, config: TransformerConfig, make: _Maker) -> None:
+        dim, inner, width = config.dim, config.intermediate_dim, config.num_heads * config.head_dim
+
+        def take(name: str, *shape: int) -> Tensor:
+            return make.place(weights, f"{name}.weight", *shape)
+
+        def scale(name: str) -> Tensor:
+            return make.place(weights, f"{name}.gamma", dim)[:, None]
+
+        self.attention_norm = take("attention_norm", dim)
+        self.wqkv = make.linear(take("attention.wqkv", 3 * width, dim))
+        # Layer scale multiplies the outputs of wo and w2, so it goes into their rows.
+        wo = take("attention.wo", dim, width) * scale("attention_layer_scale")
+        self.wo = make.linear(wo)
+        self.ffn_norm = take("ffn_norm", dim)
+        gate, up = take("feed_forward.w1", inner, dim), take("feed_forward.w3", inner, dim)
+        gate_up = torch.stack([gate, up], dim=1).flatten(0, 1)  # rows alternate
+        self.gate_up = make.linear(gate_up, activation="swiglu")
+        self.down = make.linear(take("feed_forward.w2", dim, inner) * scale("ffn_layer_scale"))
+
+
+class _Upsample:
+    """Transposed convolution, then x + gamma * mlp(norm(depthwise(x)))."""
+
+    def __init__(
+        self, weights: Weights, config: DacConfig, factor: int, make: _Maker, is_last: bool
+    ) -> None:
+        dim, self.factor, self.dtype = config.latent_dim, factor, make.dtype
+        self.conv = make.transposed(weights.at(0, "conv"), dim, dim, factor, factor)
+        block, inner = weights.at(1), config.convnext_multiple * dim
+        depthwise = block.at("dwconv", "conv")
+        taps = make.place(depthwise, "weight", dim, 1, _KERNEL)[:, 0].T.contiguous()
+        self.depthwise = ops.Depthwise(
+            taps=taps,
+            bias=make.place(depthwise, "bias", dim),
+            norm_weight=make.place(block, "norm.weight", dim),
+            norm_bias=make.place(block, "norm.bias", dim),
+            history_start=make.layout.reserve((_KERNEL - 1) * dim).start,
+        )
+        self.expand = make.linear(
+            make.place(block, "pwconv1.weight", inner, dim),
+            make.place(block, "pwconv1.bias", inner),
+            "gelu",
+        )
+        # gamma scales the last product's outputs, so it goes into its rows.
+        gamma = make.place(block, "gamma", dim)
+        self.reduce = make.linear(
+            make.place(block, "pwconv2.weight", dim, inner) * gamma[:, None],
+            make.place(block, "pwconv2.bias", dim) * gamma,
+        )
+
+    def __call__(self, x: Tensor, streams: ops.Streams, num_steps: int) -> Tensor:
+        """x [B * T, C] -> [B * T * factor, C]."""
+        made = ops.conv(
+            x, self.conv, streams, num_steps=num_steps, raw=torch.float32, has_out=False
+        )
+        x = _raw(made).view(-1, x.shape[1])
+        y = ops.depthwise_norm(x, self.depthwise, streams, num_steps * self.factor, self.dtype)
+        return _out(ops.conv(_out(ops.conv(y, self.expand)), self.reduce, residual=x))
+
+
+class _Block:
+    """Transposed convolution, then x + conv1(snake(conv7(snake(x)))) three times."""
+
+    def __init__(
+        self, weights: Weights, dim: int, rate: int, next_snake: Weights, make: _Maker
+    ) -> None:
+        half, self.rate = dim // 2, rate
+        units = [weights.at(i + 2, "block") for i in range(len(_DILATIONS))]
+        snakes = [*(unit.at(0) for unit in units[1:]), next_snake]
+        self.conv = make.transposed(
+            weights.at(1, "conv"), dim, half, 2 * rate, rate, snake=units[0].at(0)
+        )
+        self.units = [
+            (
+                make.conv(unit.at(1, "conv"), half, half, _KERNEL, dilation, snake=unit.at(2)),
+                make.conv(unit.at(3, "conv"), half, half, 1, snake=snake),
+            )
+            for unit, dilation, snake in zip(units, _DILATIONS, snakes, strict=True)
+        ]
+
+    def __call__(self, x: Tensor, streams: ops.Streams, num_steps: int) -> Tensor:
+        """x [B * T, dim], the block's snake applied -> [B * T * rate, dim / 2], the next one's."""
+        made = ops.conv(x, self.conv, streams, num_steps=num_steps, raw=x.dtype)
+        num_steps *= self.rate
+        x, y = (t.view(-1, t.shape[1] // self.rate) for t in (_raw(made), _out(made)))
+        for i, (conv7, conv1) in enumerate(self.units):
+            is_last = i + 1 == len(self.units)
+            y = _out(ops.conv(y, conv7, streams, num_steps=num_steps))
+            made = ops.conv(y, conv1, residual=x, raw=None if is_last else x.dtype)
+            x, y = made.raw if made.raw is not None else x, _out(made)
+        return y
+
+
+def _out(result: ops.ConvOut) -> Tensor:
+    assert result.out is not None
+    return result.out
+
+
+def _raw(result: ops.ConvOut) -> Tensor:
+    assert result.raw is not None
+    return result.raw

@@ -1,0 +1,70 @@
+"""The codec's ops: packing, choice of tiles, every source for every architecture."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from ops import codec, nvrtc
+
+ARCHS = ["sm_90a", "sm_100a", "sm_120a"]
+
+
+def random_layer(channels, columns, num_taps, dilation, **kwargs):
+    weight = torch.randn(columns, num_taps, channels) / (num_taps * channels) ** 0.5
+    bias = torch.randn(columns)
+    return weight, codec.pack_conv(weight, bias, torch.float32, dilation=dilation, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("channels", "columns", "num_taps", "dilation"),
+    [(16, 24, 7, 3), (96, 8, 7, 9), (128, 32, 2, 1)],
+)
+def test_conv_is_a_causal_convolution(channels, columns, num_taps, dilation):
+    weight, layer = random_layer(channels, columns, num_taps, dilation)
+    num_values, steps = layer.num_past * channels, 5
+    history = torch.randn(3, num_values)
+    streams = codec.Streams(torch.tensor([2, 0]), history, torch.full((2, num_values), torch.nan))
+    x = torch.randn(2 * steps, channels)
+    out = codec.conv(x, layer, streams, num_steps=steps).out
+    past = history[[2, 0]].view(2, layer.num_past, channels)
+    padded = torch.cat([past, x.view(2, steps, channels)], dim=1)
+    want = F.conv1d(
+        padded.transpose(1, 2), weight.transpose(1, 2).contiguous(), layer.bias, dilation=dilation
+    )
+    assert out is not None
+    torch.testing.assert_close(out.view(2, steps, -1), want.transpose(1, 2))
+    assert torch.equal(streams.new_history, padded[:, steps:].flatten(1))
+
+
+def test_residual_comes_before_the_activation_and_raw_is_what_it_sees():
+    _, layer = random_layer(32, 48, 1, 1, activation="snake", alpha=torch.rand(48) + 0.5)
+    x, residual = torch.randn(7, 32), torch.randn(7, 48)
+    raw, out = codec.conv(x, layer, residual=residual, raw=torch.float32)
+    plain = F.linear(x, layer.weight[:, :32], layer.bias) + residual
+    assert raw is not None and out is not None and layer.alpha is not None
+    torch.testing.assert_close(raw, plain)
+    torch.testing.assert_close(out, plain + (layer.alpha * plain).sin() ** 2 / layer.alpha)
+
+
+def test_sizes_that_no_block_of_channels_fits_are_refused():
+    with pytest.raises(AssertionError, match="144"):
+        codec.channel_block(144)
+
+
+def test_large_tiles_only_when_they_fill_the_device():
+    assert codec.tile_for(64 * 2048, 96).rows > codec.tile_for(4, 96).rows
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("block", [64, 96])
+def test_convolution_compiles(arch, block):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for tile in (codec.tile_for(1 << 20, 96), codec.tile_for(1, 96)):
+        cubin = nvrtc.compile_source("codec_conv.cu", arch, codec.defines_of(tile, block))
+        assert b"codec_conv" in cubin
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_stream_kernels_compile(arch):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    assert b"codec_attention" in nvrtc.compile_source("codec_stream.cu", arch)
