@@ -1,0 +1,130 @@
+"""Pages: the same bits as one piece of memory, whatever lies in the pages that nobody reads."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.dual_ar import DualAR
+from model.kv_cache import KVCache
+from model.pages import PageTable
+from model.sampling import SamplingParams
+from tests.model.small_model import decode, enter, make_random_model, random_prompt
+
+NUM_SLOTS = 3
+NUM_FRAMES = 12
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> DualAR:
+    return make_random_model()
+
+
+def paged(model: DualAR, page_size: int, *, spare: int = 5) -> KVCache:
+    """Pages in random order, more than needed, all of them poisoned."""
+    num_pages = 1 + NUM_SLOTS * -(-256 // page_size) + spare
+    cache = model.new_cache(NUM_SLOTS, 256, page_size=page_size, num_pages=num_pages)
+    cache.kv.fill_(torch.nan)
+    pages = random.Random(page_size).sample(range(1, num_pages), num_pages - 1)
+    for slot in range(NUM_SLOTS):
+        cache.assign(slot, pages[slot * cache.max_pages : (slot + 1) * cache.max_pages])
+    return cache
+
+
+def speak(model: DualAR, cache: KVCache, slots: list[int], chunk: int | None = None) -> Tensor:
+    """Codes [NUM_FRAMES, B, K] of streams at different lengths."""
+    state = model.new_frame_state(NUM_SLOTS)
+    for slot in slots:
+        sampling = SamplingParams(0.9, 0.95, 40, slot)
+        enter(model, cache, state, slot, random_prompt(30 + 21 * slot, slot), sampling, chunk)
+    return decode(model, state, slots, cache, NUM_FRAMES)
+
+
+@pytest.fixture(scope="module")
+def want(model) -> tuple[Tensor, list[Tensor]]:
+    with torch.inference_mode():
+        cache = model.new_cache(NUM_SLOTS, 256)
+        codes = speak(model, cache, [2, 0, 1])
+        return codes, [cache.read(slot, 30 + 21 * slot + 11) for slot in range(NUM_SLOTS)]
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 32, 100])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_any_page_size_gives_the_same_bits(model, want, page_size, chunk):
+    cache = paged(model, page_size)
+    codes = speak(model, cache, [2, 0, 1], chunk)
+    assert torch.equal(codes, want[0])
+    if chunk is None:  # else other shapes are multiplied and the last bits differ
+        for slot in range(NUM_SLOTS):
+            assert torch.equal(cache.read(slot, want[1][slot].shape[3]), want[1][slot])
+
+
+def test_a_slot_alone_equals_the_slot_beside_neighbours_on_pages(model, want):
+    for row, slot in enumerate([2, 0, 1]):
+        assert torch.equal(speak(model, paged(model, 8), [slot])[:, 0], want[0][:, row])
+
+
+def test_pages_hold_no_more_than_the_slots_positions(model, want):
+    """What is not reserved is not touched: poison stays poison, and page 0 too."""
+    cache = paged(model, 8)
+    for slot in range(NUM_SLOTS):
+        num_positions = 30 + 21 * slot - 1 + NUM_FRAMES
+        cache.assign(slot, cache.pages(slot)[: cache.num_pages_of(num_positions)])
+    assert torch.equal(speak(model, cache, [2, 0, 1]), want[0])
+    used = {page for slot in range(NUM_SLOTS) for page in cache.pages(slot)}
+    others = [page for page in range(cache.num_pages) if page not in used]
+    assert cache.kv[:, others].isnan().all()
+
+
+@pytest.mark.parametrize("page_size", [8, 256])
+def test_the_masked_form_reads_no_garbage(model, want, page_size):
+    """The form with shapes that depend on no value, as CUDA runs it without kernels."""
+    cache = paged(model, page_size)
+    state = model.new_frame_state(NUM_SLOTS)
+    codes = []
+    for steps in (cache.steps, cache._steps_masked):
+        for slot in range(NUM_SLOTS):
+            prompt = random_prompt(30 + 21 * slot, slot)
+            enter(model, cache, state, slot, prompt, SamplingParams(temperature=0))
+        cache.steps = steps
+        codes.append(decode(model, state, [1, 2, 0], cache, 5))
+    assert torch.equal(*codes)
+
+
+def test_a_slot_without_pages_writes_to_page_0_and_hurts_nobody(model, want):
+    cache = paged(model, 8)
+    cache.assign(1, ())
+    state = model.new_frame_state(NUM_SLOTS)
+    for slot in (0, 2):
+        sampling = SamplingParams(0.9, 0.95, 40, slot)
+        enter(model, cache, state, slot, random_prompt(30 + 21 * slot, slot), sampling)
+    model.join(state, 1, random_prompt(4, 1)[:, -1], 3, SamplingParams())
+    codes = decode(model, state, [2, 0, 1], cache, NUM_FRAMES)
+    assert torch.equal(codes[:, :2], want[0][:, :2])
+
+
+def test_the_table_on_the_device_follows_the_host():
+    table = PageTable(2, 4, torch.device("cpu"))
+    table.assign(0, [3, 1])
+    table.assign(1, [2])
+    assert table.on_device.tolist() == [[3, 1, 0, 0], [2, 0, 0, 0], [0, 0, 0, 0]]
+    table.assign(0, [3])
+    assert table.on_device[0].tolist() == [3, 0, 0, 0] and table.of(0) == (3,)
+    assert table.page_at(0, 0) == 3 and table.page_at(0, 1) == 0
+    for slot, pages in ((2, [1]), (0, [1] * 5)):  # the dummy slot; more than a slot can have
+        with pytest.raises(AssertionError):
+            table.assign(slot, pages)
+
+
+def test_prefill_needs_pages(model):
+    cache = model.new_cache(2, 64, page_size=8, num_pages=9)
+    cache.assign(0, [1])
+    with pytest.raises(AssertionError):
+        model.prefill(random_prompt(9, 0), cache, 0, 0)
