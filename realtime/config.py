@@ -42,11 +42,12 @@ _network, _model, _limit, _timeout, _operation = (
     partial(_option, group) for group in ("network", "model", "limits", "timeouts", "operations")
 )
 
-DEVICES = '"auto", "cpu", "cuda" or "cuda:N"'
+DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or several with commas between: one engine for each'
+_PROCESSES = ("auto", "yes", "no")
 
 
 def is_device(name: str) -> bool:
-    return re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is not None
+    return re.fullmatch(r"auto|(cpu|cuda(:\d+)?)(,(cpu|cuda(:\d+)?))*", name) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,10 @@ class ServerConfig:
         '"random:s2-pro", "random:s1-mini", "random:tiny"',
     )
     device: str = _model("auto", DEVICES)
+    engine_process: str = _model(
+        "auto",
+        '"yes": each engine in a process of its own; "auto": unless it is one on a CPU; "no"',
+    )
     num_threads: int = _model(0, "CPU threads of the model; 0 leaves the choice to the model")
     voices_dir: Path | None = _model(None, "added voices; default: plosive/voices in user data")
     max_slots: int = _limit(4, "sessions served at the same time; more are refused with 503")
@@ -87,6 +92,9 @@ class ServerConfig:
         30.0, "a client that reads nothing for so long is closed (4001)"
     )
     start_timeout_s: float = _timeout(30.0, "a connection without session.start closes (4000)")
+    body_timeout_s: float = _timeout(
+        20.0, "a request body must come in this time, and 1 s more for each 32 KiB (408)"
+    )
     idle_timeout_s: float = _timeout(600.0, "a session without a message or audio closes (4000)")
     idle_warning_s: float = _timeout(30.0, "how long before that close the client is warned")
     ping_interval_s: float = _timeout(10.0, "time between WebSocket pings")
@@ -105,6 +113,7 @@ class ServerConfig:
             self._check(name, getattr(self, name) >= 1, "at least 1")
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
         self._check("device", is_device(self.device), DEVICES)
+        self._check("engine_process", self.engine_process in _PROCESSES, "one of auto, yes, no")
         for name in ("num_threads", "max_sessions_per_client", "max_text_chars_per_s"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         has_urls = all("://" in origin or origin == "null" for origin in self.origins())
@@ -114,9 +123,10 @@ class ServerConfig:
         self._check("max_lead_ms", 40 <= self.max_lead_ms <= cap_ms, f"40 to {cap_ms}")
         top_ms = self.high_water_ms
         self._check("low_water_ms", 0 <= self.low_water_ms < top_ms, f"0 to below {top_ms}")
-        for name in ("max_clip_s", "write_stall_s", "start_timeout_s", "idle_timeout_s"):
+        for name in ("max_clip_s", "write_stall_s", "start_timeout_s", "body_timeout_s"):
             self._check(name, getattr(self, name) > 0, "more than 0")
-        self._check("ping_interval_s", self.ping_interval_s > 0, "more than 0")
+        for name in ("idle_timeout_s", "ping_interval_s"):
+            self._check(name, getattr(self, name) > 0, "more than 0")
         for name in ("ping_timeout_s", "idle_warning_s", "drain_s"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         levels = ("critical", "error", "warning", "info", "debug")
@@ -127,6 +137,9 @@ class ServerConfig:
             raise ConfigError(
                 message=f"{name}: got {getattr(self, name)!r}, expected {expected}", param=name
             )
+
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.device.split(","))
 
     def origins(self) -> frozenset[str]:
         names = (origin.strip().lower().rstrip("/") for origin in self.allowed_origins.split(","))

@@ -120,6 +120,7 @@ HTTP_STATUS: dict[str, int] = {
     "invalid_clip": 422,
     "clip_too_large": 413,
     "body_too_large": 413,
+    "body_timeout": 408,
     "unsupported_media_type": 415,
     "invalid_field": 422,
     "engine_error": 500,

@@ -83,7 +83,7 @@ class HttpErrors:
 
 def _headers(error: PlosiveError) -> dict[str, str]:
     headers = {}
-    if error.code == "clip_too_large":
+    if error.code in ("clip_too_large", "body_timeout"):
         headers["Connection"] = "close"  # or the rest of the body would be read to its end
     if error.code in ("missing_api_key", "invalid_api_key"):
         headers["WWW-Authenticate"] = "Bearer"

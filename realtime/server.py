@@ -15,6 +15,7 @@ from realtime.hub import Hub, State
 from realtime.metrics import CONTENT_TYPE, Metrics
 from realtime.page_routes import page_router
 from realtime.pingpong.api import Engine
+from realtime.slow_bodies import SlowBodies
 from realtime.voice_routes import VoiceRoutes
 from realtime.voices import VoiceStore
 from realtime.wire import PATH, SUBPROTOCOL
@@ -55,6 +56,7 @@ def create_app(engine: Engine, config: ServerConfig, voices: VoiceStore, keys: A
     _add_operations(app, hub, metrics)
     _add_no_such_socket(app, errors)
     errors.install(app)
+    app.add_middleware(SlowBodies, timeout_s=config.body_timeout_s)
     protect(app, make_rules(config, keys, SESSION_PATHS), errors, metrics)
     return app
 
