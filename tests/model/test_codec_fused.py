@@ -1,6 +1,7 @@
 """The fused decoder: the same samples as the plain one, on the CPU through the ops' definitions and
 on the GPU through their kernels."""
 
+import functools
 import math
 import random
 
@@ -31,8 +32,13 @@ KERNEL_CONFIG = DacConfig.from_json(
 )  # fmt: skip
 
 
-def build(config, device="cpu", seed=3, **kwargs):
-    weights = Weights(make_tensors(config, seed), "test", torch.device(device), torch.float32)
+@functools.cache
+def tensors_of(config):
+    return make_tensors(config, seed=3)
+
+
+def build(config, device="cpu", **kwargs):
+    weights = Weights(tensors_of(config), "test", torch.device(device), torch.float32)
     codec = DacCodec(config, weights, **kwargs)
     weights.finish()
     return codec
@@ -62,7 +68,7 @@ def test_the_s2_codec_fits_the_kernels():
 @pytest.mark.parametrize("config", [CONFIG, KERNEL_CONFIG], ids=["small", "kernel"])
 def test_fused_equals_plain(config):
     codes = random_codes(config, 21, seed=1, num_streams=2)
-    want = reference_decode(config, make_tensors(config, 3), codes)
+    want = reference_decode(config, tensors_of(config), codes)
     assert want.abs().max() > 0.05
     assert (build(config, is_fused=True).decode(codes) - want).abs().max() < 1e-5
 
