@@ -100,7 +100,7 @@ class Upload:
         self._host[turn].numpy()[:num_bytes] = data
         self._device[turn][:num_bytes].copy_(self._host[turn][:num_bytes], non_blocking=True)
         self._copied[turn].record()
-        parts = self._device[turn][:num_bytes].split([array.nbytes for array in arrays])
+        parts = torch.split(self._device[turn][:num_bytes], [array.nbytes for array in arrays])
         return [
             part.view(torch.from_numpy(array[:0]).dtype)
             for part, array in zip(parts, arrays, strict=True)

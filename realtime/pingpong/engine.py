@@ -11,12 +11,13 @@ generation of a slot, written by the event loop alone, makes whatever is late re
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from model.errors import ClipError, ConfigError, ModelError
 from model.kv_cache import KVCache, default_page_size
@@ -45,11 +46,14 @@ from realtime.pingpong.vocode import VocodeLoop
 logger = logging.getLogger(__name__)
 
 
+DEFAULT_SLOTS = {"cpu": 4, "cuda": 64}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Sizes of the engine; all memory is taken at construction."""
 
-    num_slots: int = 4
+    num_slots: int | None = None  # None: DEFAULT_SLOTS
     max_positions: int = 4096  # of a slot: prefix, dialogue and current segment
     max_prefix_positions: int = 65_536  # room for cached prefixes, besides the slots' contexts
     kv_pages: int | None = None  # of slots and prefixes together; None: for all of them, or what
@@ -63,7 +67,9 @@ class EngineConfig:
 class PingPongEngine:
     """Implements `realtime.pingpong.api.Engine`."""
 
-    def __init__(self, model: SpeechModel, config: EngineConfig) -> None:
+    def __init__(
+        self, model: SpeechModel, config: EngineConfig, slots: Slots | None = None
+    ) -> None:
         max_positions = min(config.max_positions, model.dual_ar.config.slow.max_len)
         if max_positions < model.serving.max_frames + 2 * MIN_TEXT_POSITIONS:
             raise ConfigError(
@@ -73,9 +79,10 @@ class PingPongEngine:
             )
         self._model = model
         self._config = config
-        self._slots = Slots(config.num_slots)
+        num_slots = config.num_slots or DEFAULT_SLOTS[model.device.type]
+        self._slots = Slots(num_slots)
         with torch.inference_mode():
-            self._cache = _new_cache(model, config, max_positions)
+            self._cache = _new_cache(model, config, num_slots, max_positions)
             self._vocode = VocodeLoop(
                 model,
                 self._slots,
@@ -98,12 +105,13 @@ class PingPongEngine:
                 join=lambda join: self._decode.inbox.put(join),
                 chunk_positions=config.chunk_positions,
             )
+        self._weight_bytes = model.dual_ar.nbytes
         self._sink: Callable[[Event], None] = _no_sink
         self._threads: list[threading.Thread] = []
         self._is_stopping = threading.Event()
         self._failure: str | None = None
         self._opened: dict[int, SlotRef] = {}  # written by the event loop
-        self._num_submitted = [0] * config.num_slots  # commands, written by the event loop
+        self._num_submitted = [0] * num_slots  # commands, written by the event loop
 
     # ------------------------------------------------------------------ the event loop's side
 
@@ -117,7 +125,7 @@ class PingPongEngine:
             sample_rate=model.codec.sample_rate,
             frame_samples=model.codec.frame_samples,
             num_codebooks=model.codec.num_codebooks,
-            num_slots=self._config.num_slots,
+            num_slots=self._slots.num_slots,
             default_temperature=serving.temperature,
             default_top_p=serving.top_p,
             default_top_k=serving.top_k,
@@ -125,6 +133,7 @@ class PingPongEngine:
             builtin_voices_path=voices_path if voices_path.is_dir() else None,
             max_segment_chars=serving.max_segment_chars,
             has_prompt=serving.has_prompt,
+            has_speakers=serving.front_end == "none",  # others would read the tags out
         )
 
     @property
@@ -174,6 +183,9 @@ class PingPongEngine:
             "slots_active": self._slots.num_slots - self._slots.num_free,
             "decode_steps_total": decode.num_steps,
             "decode_rows_total": decode.num_rows,
+            "decode_step_ms": decode.times.step_ns / 1e6,
+            "decode_host_us": decode.times.host_ns / 1e3,
+            "decode_busy_share": decode.times.busy_share,
             "vocode_frames_total": vocode.num_frames,
             "prefill_positions_total": prefill.kv.num_positions,
             "prefill_queue": len(prefill.inbox),
@@ -184,6 +196,8 @@ class PingPongEngine:
             "kv_pages": self._cache.num_pages - 1,
             "kv_pages_used": prefill.kv.allocator.num_used,
             "kv_bytes": self._cache.kv.nbytes,
+            "weight_bytes": self._weight_bytes,
+            "graph_bytes": decode.frames.graph_bytes,
             "slots_waiting_for_pages": prefill.kv.memory.num_waiting,
         }
 
@@ -204,12 +218,15 @@ class PingPongEngine:
     # ------------------------------------------------------------------ start-up and voices
 
     def warm_up(self, voices: tuple[VoicePrompt, ...]) -> None:
-        """Run every batch size once and cache the voices' prefixes. No session may be open."""
+        """Capture the graphs of every batch size, or where there are none run each once, and cache
+        the voices' prefixes. No session may be open."""
         with torch.inference_mode():
             for voice in voices:
                 self._prefill.warm_up(voice)  # `/ready` promises it
-            for num_rows in range(1, self._config.num_slots + 1):
+            self._decode.frames.capture(_progress)
+            for num_rows in range(1, self._slots.num_slots + 1):
                 self._warm_batch(num_rows)
+        logger.info("device memory in MiB: %s", self._memory_mib())
 
     def encode_voice(self, clip: bytes, max_seconds: float) -> NDArray[np.int32]:
         self._set_threads()
@@ -229,13 +246,20 @@ class PingPongEngine:
             raise VoiceError("invalid_voice", str(error)) from error
 
     def _warm_batch(self, num_rows: int) -> None:
-        model = self._model
-        state = model.dual_ar.new_frame_state(self._config.num_slots)
-        codec_state = model.codec.init_state(self._config.num_slots)
+        model, num_slots = self._model, self._slots.num_slots
+        state = model.dual_ar.new_frame_state(num_slots)
+        codec_state = model.codec.init_state(num_slots)
         slots = torch.arange(num_rows, device=model.device)
+        codes = torch.zeros(num_rows, model.codec.num_codebooks, 1, dtype=torch.int32)
         for _ in range(2):
-            frame = model.dual_ar.decode_frame(state, slots, self._cache)
-            model.codec.decode_stream(frame.codes.unsqueeze(-1), codec_state, slots)
+            if model.device.type == "cpu":  # elsewhere capturing has run the frame
+                model.dual_ar.decode_frame(state, slots, self._cache)
+            model.codec.decode_stream(codes.to(model.device), codec_state, slots)
+
+    def _memory_mib(self) -> dict[str, float]:
+        stats = self.stats()
+        names = ("weight_bytes", "kv_bytes", "graph_bytes")
+        return {name.removesuffix("_bytes"): round(stats[name] / 2**20, 1) for name in names}
 
     # ------------------------------------------------------------------ threads
 
@@ -263,11 +287,13 @@ class PingPongEngine:
         self._prefill.inbox.put(returned)
 
 
-def _new_cache(model: SpeechModel, config: EngineConfig, max_positions: int) -> KVCache:
+def _new_cache(
+    model: SpeechModel, config: EngineConfig, num_slots: int, max_positions: int
+) -> KVCache:
     page_size = config.kv_page_size or default_page_size(model.device, max_positions)
     num_pages = config.kv_pages or pool_pages(
         model.dual_ar,
-        config.num_slots,
+        num_slots,
         max_positions,
         config.max_prefix_positions,
         page_size,
@@ -280,8 +306,14 @@ def _new_cache(model: SpeechModel, config: EngineConfig, max_positions: int) -> 
             f"{max_positions} positions needs {num_needed} (page 0 is never used)"
         )
     return model.dual_ar.new_cache(
-        config.num_slots, max_positions, page_size=page_size, num_pages=num_pages
+        num_slots, max_positions, page_size=page_size, num_pages=num_pages
     )
+
+
+def _progress(sizes: Iterable[int]) -> Iterable[int]:
+    """A bar on a terminal, nothing elsewhere."""
+    bar: Iterable[int] = tqdm(sizes, desc="CUDA graphs", unit="graph", disable=None)
+    return bar
 
 
 def _no_sink(event: Event) -> None:
