@@ -98,6 +98,7 @@ _TOP_FIELDS = frozenset(
         "audio_encoder_config",
         "codec_config",
         "plosive",
+        "plosive_quantization",  # read by model.quantized
         "eos_token_id",
         "semantic_start_token_id",
         "semantic_end_token_id",
@@ -110,6 +111,9 @@ _FLAT_FIELDS = (
     _TEXT_FIELDS
     | {f if f.startswith("n_fast") else f"fast_{f}" for f in _FAST_STACK_FIELDS}
     | {
+        "codec_config",
+        "plosive",
+        "plosive_quantization",
         "codebook_size",
         "num_codebooks",
         "scale_codebook_embeddings",

@@ -15,32 +15,26 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.config import FLAT_SCHEMA, DualARConfig
+from model.checkpoint_files import listed, read_state
+from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.errors import CheckpointError, ConfigError
 from model.layers import Block, Stack
-from model.tensor_files import INDEX_FILE, data_offsets
-from model.upload import Stored, Transfer, upload
-
-# In this order; the second is the name inside a directory that holds several models' weights.
-SINGLE_FILES = ("model.safetensors", "dual_ar.safetensors")
-
-# Published prefix -> ours; the first that matches is applied, once. Without a match a name is
-# already ours, which are those of the older flat checkpoints.
-_PREFIXES = (
-    ("text_model.model.", ""),
-    ("audio_decoder.codebook_embeddings.", "codebook_embeddings."),
-    ("audio_decoder.", "fast_"),
-    ("model.", ""),
+from model.quantized import (
+    Matrix,
+    Quantization,
+    matrix_shapes,
+    read_quantization,
 )
+from model.tensor_files import row_slices
+from model.upload import Stored, Transfer, upload
+from ops.reference_fp8 import dequantize_mxfp8
+
 # Tables that older checkpoints store and that are computed here.
-_COMPUTED = frozenset({"freqs_cis", "fast_freqs_cis", "causal_mask"})
-_MAX_LISTED = 8
+COMPUTED = frozenset({"freqs_cis", "fast_freqs_cis", "causal_mask"})
 _NOTHING: Mapping[str, object] = MappingProxyType({})
-_LFS_MAGIC = b"version https://git-lfs"
 
 
 class Placement(NamedTuple):
@@ -49,6 +43,20 @@ class Placement(NamedTuple):
     name: str  # ours, see _PREFIXES
     shape: tuple[int, ...]  # as the checkpoint has it
     target: Tensor  # a view of the parameter; the tensor is broadcast to it
+    dtype: torch.dtype | None = None  # that the checkpoint must have; None: bf16, f16 or f32
+
+
+class Expansion(NamedTuple):
+    """A matrix in a format that nothing here multiplies: it is loaded, then expanded once."""
+
+    data: Tensor  # e4m3 [out, in]
+    scale: Tensor  # u8 [out, ceil(in / 32)]
+    target: Tensor  # [out, in]
+
+    def run(self) -> None:
+        """Write the values into the target."""
+        for rows in row_slices(tuple(self.data.shape), 4):
+            self.target[rows].copy_(dequantize_mxfp8(self.data[rows], self.scale[rows]))
 
 
 def load_dual_ar(
@@ -75,111 +83,35 @@ def load_dual_ar(
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: not a directory; expected a checkpoint directory")
-    config = _complete(DualARConfig.from_file(path / "config.json"), path, end_id)
-    state = read_state(path)
-    model = DualAR(config, torch.device(device), dtype)
-    transfers = _fit(path, state, list(placements(model, state)))
-    state.clear()
-    upload(transfers, model.device, on_bytes)
+    config = complete_config(DualARConfig.from_file(path / "config.json"), path, end_id)
+    quantization = quantization_of(path)
+    state = read_state(path, quantization)
+    is_quantised = quantization is not None and quantization.format == "bsgemm"
+    model = DualAR(config, torch.device(device), dtype, is_quantised=is_quantised)
+    expansions: list[Expansion] = []
+    placed = list(placements(model, state, quantization, expansions))
+    upload(fit(path, state, placed), model.device, on_bytes)
+    del placed, state
+    while expansions:
+        expansions.pop().run()
     model.finish_loading()
     return model.eval()
 
 
-def read_state(path: Path) -> dict[str, Stored]:
-    """Memory-map all tensors of a checkpoint directory, under our names.
-
-    Looks for a sharded checkpoint (model.safetensors.index.json), then for model.safetensors, then
-    for dual_ar.safetensors; the first that exists is used.
+def quantization_of(path: Path) -> Quantization | None:
+    """How the matrices of a checkpoint directory are stored; None: as they are.
 
     Raises:
-        CheckpointError: if none exists, a shard is missing, a file is damaged or is a Git LFS
-            pointer, or two tensors have the same name.
+        ConfigError: config.json cannot be read, or describes what this version does not read.
     """
-    state: dict[str, Stored] = {}
-    for file in _weight_files(path):
-        for name, stored in _read_file(file):
-            ours = _our_name(name)
-            if ours in state:
-                raise CheckpointError(f"{file}: tensor {name} is stored twice; remove one")
-            state[ours] = stored
-    return state
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if (path / INDEX_FILE).is_file():
-        return _shards(path / INDEX_FILE)
-    for name in SINGLE_FILES:
-        if (path / name).is_file():
-            return [path / name]
-    found = sorted(file.name for file in path.glob("*") if file.is_file()) or ["nothing"]
-    raise CheckpointError(
-        f"{path}: found {_listed(found)}; expected {INDEX_FILE} with its shards, or "
-        f"{' or '.join(SINGLE_FILES)} (checkpoints in .pth format must be converted)"
-    )
-
-
-def _shards(index: Path) -> list[Path]:
+    DualARConfig.from_file(path / "config.json")
     try:
-        weight_map = json.loads(_checked_head(index).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index}: is not an index of shards ({error!r}), expected an object "
-            'with "weight_map": {tensor: file}; download it again'
-        ) from error
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: shard {name!r} lies outside the directory")
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise CheckpointError(
-            f"{index.parent}: {len(missing)} of {len(names)} shards missing: {_listed(missing)}; "
-            "download them"
-        )
-    return [index.parent / name for name in names]
+        return read_quantization(json.loads((path / "config.json").read_text(encoding="utf-8")))
+    except ConfigError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from error
 
 
-def _checked_head(file: Path) -> Path:
-    with file.open("rb") as stream:
-        if stream.read(len(_LFS_MAGIC)) == _LFS_MAGIC:
-            raise CheckpointError(
-                f"{file}: is a Git LFS pointer, not the file itself; fetch it with `git lfs pull`"
-            )
-    return file
-
-
-def _read_file(file: Path) -> Iterator[tuple[str, Stored]]:
-    _checked_head(file)
-    try:
-        with safe_open(file, framework="pt", device="cpu") as handle:
-            offsets = data_offsets(file)
-            for name in handle.keys():  # noqa: SIM118 - not a mapping
-                yield name, Stored(handle.get_tensor(name), file, offsets[name])
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file}: {file.stat().st_size} bytes that are not a complete safetensors file "
-            f"({error}); download it again"
-        ) from error
-
-
-def published_name(ours: str, schema: str) -> str:
-    """The name of a tensor in a checkpoint of a schema, see `model.config`."""
-    if schema == FLAT_SCHEMA:
-        return ours
-    for prefix, replacement in _PREFIXES[1:3]:
-        if ours.startswith(replacement):
-            return prefix + ours.removeprefix(replacement)
-    return _PREFIXES[0][0] + ours
-
-
-def _our_name(name: str) -> str:
-    for prefix, ours in _PREFIXES:
-        if name.startswith(prefix):
-            return ours + name.removeprefix(prefix)
-    return name
-
-
-def _complete(config: DualARConfig, path: Path, end_id: int | None) -> DualARConfig:
+def complete_config(config: DualARConfig, path: Path, end_id: int | None = None) -> DualARConfig:
     """Fill in token ids that config.json leaves out from the tokenizer's vocabulary."""
     begin, end = config.semantic_begin_id, config.semantic_end_id
     end_id = config.end_id if end_id is None else end_id
@@ -209,55 +141,91 @@ def _added_tokens(file: Path) -> dict[str, int]:
         ) from error
 
 
-def placements(model: DualAR, state: Mapping[str, object] = _NOTHING) -> Iterator[Placement]:
+def placements(
+    model: DualAR,
+    state: Mapping[str, object] = _NOTHING,
+    quantization: Quantization | None = None,
+    expansions: list[Expansion] | None = None,
+) -> Iterator[Placement]:
     """What a checkpoint of the model holds and where it goes.
 
     Args:
         state: names decide between spellings of one thing; without it they are the published ones.
+        expansions: gets what is left to do after loading.
     """
+    layout = _Layout(state, quantization, [] if expansions is None else expansions)
     yield _whole("embeddings.weight", model.embeddings)
     yield _whole("codebook_embeddings.weight", model.codebook_embeddings)
-    yield from _stack_placements("", model.slow, state)
+    yield from _stack_placements("", model.slow, layout)
     if not model.config.tie_word_embeddings:
         yield _whole("output.weight", model.output)
     if model.fast.project_in is not None and model.fast.project_in_bias is not None:
         yield _whole("fast_project_in.weight", model.fast.project_in)
         yield _whole("fast_project_in.bias", model.fast.project_in_bias)
     yield _whole("fast_embeddings.weight", model.fast.embeddings)
-    yield from _stack_placements("fast_", model.fast.stack, state)
+    yield from _stack_placements("fast_", model.fast.stack, layout)
     yield _whole("fast_output.weight", model.fast.output)
 
 
-def _stack_placements(
-    prefix: str, stack: Stack, state: Mapping[str, object]
-) -> Iterator[Placement]:
+class _Layout(NamedTuple):
+    """What decides how a checkpoint holds a block."""
+
+    state: Mapping[str, object]
+    quantization: Quantization | None
+    expansions: list[Expansion]
+
+
+def _stack_placements(prefix: str, stack: Stack, layout: _Layout) -> Iterator[Placement]:
     yield _whole(prefix + "norm.weight", stack.norm)
     for layer, block in enumerate(stack.layers):
         assert isinstance(block, Block)
-        yield from _block_placements(f"{prefix}layers.{layer}.", block, state)
+        yield from _block_placements(f"{prefix}layers.{layer}.", block, layout)
 
 
-def _block_placements(
-    prefix: str, block: Block, state: Mapping[str, object]
-) -> Iterator[Placement]:
+def _block_placements(prefix: str, block: Block, layout: _Layout) -> Iterator[Placement]:
     """The table: what a block's parameters are called in checkpoints."""
-    config = block.config
+    config, state = block.config, layout.state
     yield _whole(prefix + "attention_norm.weight", block.attention_norm)
     yield _whole(prefix + "ffn_norm.weight", block.ffn_norm)
-    yield _whole(prefix + "attention.wo.weight", block.wo)
-    yield _whole(prefix + "feed_forward.w1.weight", block.gate_up[: config.ffn_dim])
-    yield _whole(prefix + "feed_forward.w3.weight", block.gate_up[config.ffn_dim :])
-    yield _whole(prefix + "feed_forward.w2.weight", block.down)
-    yield from _qkv(prefix + "attention.", "weight", block.wqkv, block, state)
+    if layout.quantization is None:
+        yield _whole(prefix + "attention.wo.weight", block.wo)
+        yield _whole(prefix + "feed_forward.w1.weight", block.gate_up[: config.ffn_dim])
+        yield _whole(prefix + "feed_forward.w3.weight", block.gate_up[config.ffn_dim :])
+        yield _whole(prefix + "feed_forward.w2.weight", block.down)
+        yield from _qkv(prefix + "attention.", "weight", block.wqkv, block, state)
+    else:
+        for matrix, shape in matrix_shapes(block):
+            yield from _quantised(prefix, matrix, shape, block, layout)
     if block.qkv_bias is not None:
         yield from _qkv(prefix + "attention.", "bias", block.qkv_bias, block, state)
     if block.o_bias is not None:
         yield _whole(prefix + "attention.wo.bias", block.o_bias)
     if block.qk_norm is not None:
-        shape = (config.head_dim,)
+        vector = (config.head_dim,)
         queries, keys = torch.split(block.qk_norm, [config.num_heads, config.num_kv_heads])
-        yield Placement(prefix + "attention.q_norm.weight", shape, queries)
-        yield Placement(prefix + "attention.k_norm.weight", shape, keys)
+        yield Placement(prefix + "attention.q_norm.weight", vector, queries)
+        yield Placement(prefix + "attention.k_norm.weight", vector, keys)
+
+
+def _quantised(
+    prefix: str, matrix: Matrix, shape: tuple[int, int], block: Block, layout: _Layout
+) -> Iterator[Placement]:
+    """A matrix and its scales. The only place where stored scales get the form that code reads:
+    both are row-major here, and what multiplies them packs them (`ops.linear.pack_fp8`)."""
+    quantization = layout.quantization
+    assert quantization is not None, matrix
+    data: Tensor = getattr(block, matrix.attribute)
+    scale_shape = quantization.scale_shape(*shape)
+    if quantization.format == "bsgemm":
+        scale: Tensor = getattr(block, f"{matrix.attribute}_scale")
+    else:
+        target = data
+        data = torch.empty(shape, dtype=torch.float8_e4m3fn, device=target.device)
+        scale = torch.empty(scale_shape, dtype=quantization.scale_dtype, device=target.device)
+        layout.expansions.append(Expansion(data, scale, target))
+    name = prefix + matrix.name
+    yield Placement(name, shape, data, torch.float8_e4m3fn)
+    yield Placement(f"{name}_scale", scale_shape, scale, quantization.scale_dtype)
 
 
 def _qkv(
@@ -277,7 +245,7 @@ def _whole(name: str, target: Tensor) -> Placement:
     return Placement(name, tuple(target.shape), target)
 
 
-def _fit(path: Path, state: Mapping[str, Stored], placed: list[Placement]) -> list[Transfer]:
+def fit(path: Path, state: Mapping[str, Stored], placed: list[Placement]) -> list[Transfer]:
     """Check all tensors before the first is read."""
     expected = {placement.name for placement in placed}
     problems = [
@@ -286,14 +254,14 @@ def _fit(path: Path, state: Mapping[str, Stored], placed: list[Placement]) -> li
     problems += [
         f"{name}: left over with shape {list(stored.tensor.shape)}, expected no such tensor"
         for name, stored in state.items()
-        if name not in expected and name not in _COMPUTED
+        if name not in expected and name not in COMPUTED
     ]
     for placement in placed:
         if placement.name in state:
             problems += _misfits(placement, state[placement.name].tensor)
     if problems:
         raise CheckpointError(
-            f"{path}: {len(problems)} tensors do not fit config.json: {_listed(problems, '; ')}; "
+            f"{path}: {len(problems)} tensors do not fit config.json: {listed(problems, '; ')}; "
             "config and weights must come from the same checkpoint"
         )
     return [Transfer(state[placement.name], placement.target) for placement in placed]
@@ -303,11 +271,8 @@ def _misfits(placement: Placement, tensor: Tensor) -> list[str]:
     if tuple(tensor.shape) != placement.shape:
         got, expected = list(tensor.shape), list(placement.shape)
         return [f"{placement.name}: got shape {got}, expected {expected}"]
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
+    if placement.dtype is not None and tensor.dtype != placement.dtype:
+        return [f"{placement.name}: got {tensor.dtype}, expected {placement.dtype}"]
+    if placement.dtype is None and (not tensor.is_floating_point() or tensor.element_size() < 2):
         return [f"{placement.name}: got {tensor.dtype}, expected bf16, f16 or f32"]
     return []
-
-
-def _listed(items: list[str], separator: str = ", ") -> str:
-    more = len(items) - _MAX_LISTED
-    return separator.join(items[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

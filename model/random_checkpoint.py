@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.checkpoint_files import published_name
 from model.codec.dac import DacCodec
 from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.geometries import config_json
-from model.loader import placements, published_name
+from model.loader import placements
 from model.random_model import RandomModel, codec_config
 from model.random_weights import RandomWeights, draw_codec_weight, draw_weight
 from model.tensor_files import Entry, write_weights

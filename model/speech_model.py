@@ -1,11 +1,11 @@
 """A checkpoint directory as one object: DualAR, codec, prompt layout, front end, how to serve it."""
 
-import hashlib
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -16,9 +16,8 @@ from model.errors import ConfigError
 from model.loader import load_dual_ar
 from model.prompt import PromptBuilder, load_tokenizer
 from model.random_model import RandomModel, is_random
+from model.tensor_files import fingerprint
 from model.text import EnglishFrontEnd
-
-_FINGERPRINT_BYTES = 1 << 20
 
 
 class Spoken(Protocol):
@@ -37,6 +36,8 @@ class PlainText:
     phonemes: str
     warnings: tuple[str, ...] = ()
 
+
+RunAs = Literal["eager", "bf16", "bsfp8"]
 
 FRONT_ENDS: dict[str, Callable[[], Callable[[str], Spoken]]] = {
     "none": lambda: PlainText,
@@ -69,6 +70,17 @@ class Serving:
 _SERVING = TypeAdapter(Serving)
 
 
+class LoadReport(NamedTuple):
+    """What loading the DualAR took, reading, copying and packing."""
+
+    num_bytes: int  # of weights, as stored or drawn
+    seconds: float
+
+    def __str__(self) -> str:
+        speed = self.num_bytes / max(self.seconds, 1e-9)
+        return f"{self.num_bytes / 1e9:.2f} GB in {self.seconds:.1f} s ({speed / 1e9:.1f} GB/s)"
+
+
 @dataclass(frozen=True, slots=True)
 class SpeechModel:
     """All that the engine needs. Modules are in eval mode on one device."""
@@ -82,6 +94,7 @@ class SpeechModel:
     prompt: PromptBuilder
     front_end: Callable[[str], Spoken]
     serving: Serving
+    load_report: LoadReport = LoadReport(0, 0.0)
 
 
 def read_serving(config: dict[str, Any]) -> Serving:
@@ -105,45 +118,76 @@ def read_serving(config: dict[str, Any]) -> Serving:
         raise ConfigError(f"plosive.{name}: got {got!r}; {first['msg']}") from error
 
 
-def fingerprint(file: Path) -> str:
-    """Tells files apart by size and both ends; reading all of a 2 GB file would take seconds."""
-    size = file.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with file.open("rb") as stream:
-        digest.update(stream.read(_FINGERPRINT_BYTES))
-        stream.seek(max(0, size - _FINGERPRINT_BYTES))
-        digest.update(stream.read())
-    return digest.hexdigest()[:16]
-
-
 def load_speech_model(
-    path: Path, *, name: str | None = None, device: str = "cpu", dtype: torch.dtype | None = None
+    path: Path,
+    *,
+    name: str | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    run_as: RunAs | None = None,
+    on_bytes: Callable[[int], object] = lambda _: None,
 ) -> SpeechModel:
-    """Load a checkpoint directory (S2 Pro's layout or the embedded model's), or make up a model:
-    `random:s2-pro` and the like, see `model.random_model`.
+    """Load a checkpoint directory (S2 Pro's layout or the embedded model's, quantised or not), or
+    make up a model: `random:s2-pro` and the like, see `model.random_model`.
+
+    Args:
+        run_as: how the blocks run; "bsfp8" quantises weights that are not. Without it: quantised
+            ones as they are, others with kernels in bf16 where there are kernels, else eagerly.
+        on_bytes: told how many bytes of weights were read since the last call.
 
     Raises:
         ConfigError, CheckpointError: naming the file or tensor, what was found, what was expected.
     """
     target = torch.device(device)
     dtype = dtype or (torch.bfloat16 if target.type == "cuda" else torch.float32)
-    if is_random(path):
-        made_up = RandomModel.parse(str(path))
+    started_s = time.monotonic()
+    made_up = RandomModel.parse(str(path)) if is_random(path) else None
+    if made_up is not None:
         folder, dual_ar = made_up.temporary_folder(), made_up.dual_ar(target, dtype)
-        codec, codec_id = made_up.codec(target, torch.float32), str(path)
     else:
-        folder, dual_ar = path, load_dual_ar(path, target, dtype)
-        codec = load_codec(path, target, torch.float32)
-        codec_id = fingerprint(weight_file(path))
+        folder, dual_ar = path, load_dual_ar(path, target, dtype, on_bytes=on_bytes)
+    num_bytes = dual_ar.nbytes
+    run_as = checked_run_as(run_as, target, is_quantised=dual_ar.is_quantised)
+    if run_as != "eager":
+        dual_ar.use_kernels(run_as)
+    if target.type == "cuda":
+        torch.cuda.synchronize(target)
+    report = LoadReport(num_bytes, time.monotonic() - started_s)
     serving = read_serving(json.loads((folder / "config.json").read_text("utf-8")))
+    codec_dtype = torch.float32
     return SpeechModel(
         name=name or path.name,
         path=folder,
         device=target,
         dual_ar=dual_ar,
-        codec=codec,
-        codec_id=codec_id,
+        codec=made_up.codec(target, codec_dtype)
+        if made_up is not None
+        else load_codec(path, target, codec_dtype),
+        codec_id=str(path) if made_up is not None else fingerprint(weight_file(path)),
         prompt=PromptBuilder(load_tokenizer(folder), dual_ar.config),
         front_end=FRONT_ENDS[serving.front_end](),
         serving=serving,
+        load_report=report,
     )
+
+
+def checked_run_as(run_as: RunAs | None, device: torch.device, *, is_quantised: bool) -> RunAs:
+    """How blocks run on a device: as asked, or by default.
+
+    Raises:
+        ConfigError: they cannot run so.
+    """
+    has_kernels = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if device.type == "cuda" and not has_kernels and (is_quantised or run_as in {"bf16", "bsfp8"}):
+        raise ConfigError(
+            f"{device}: {torch.cuda.get_device_name(device)} has no kernels for "
+            f"{'bsfp8' if is_quantised else run_as}, which need compute capability 9.0 (Hopper); "
+            "run the unquantised checkpoint as eager"
+        )
+    if is_quantised and run_as in {"eager", "bf16"}:
+        raise ConfigError(
+            f"format: got {run_as!r} for a checkpoint quantised as bsgemm, expected 'bsfp8'"
+        )
+    if is_quantised:
+        return "bsfp8"
+    return run_as or ("bf16" if has_kernels else "eager")

@@ -6,6 +6,7 @@ place of a tensor), then the tensors one after the other without gaps.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,13 @@ from torch import Tensor
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000  # as published checkpoints are cut
 PIECE_BYTES = 32 << 20  # of a tensor at a time
+_FINGERPRINT_BYTES = 1 << 20
 
 _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.float32: "F32",
+    torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.uint8: "U8",
 }
@@ -45,11 +48,13 @@ class Entry(NamedTuple):
 Pieces = Callable[[Entry], Iterable[Tensor]]
 
 
-def row_slices(shape: Sequence[int], itemsize: int, multiple: int = 1) -> Iterator[slice]:
-    """Cut a tensor along its first dimension into pieces of about `PIECE_BYTES`, all but the last
-    of a multiple of `multiple` rows."""
+def row_slices(
+    shape: Sequence[int], itemsize: int, multiple: int = 1, piece_bytes: int | None = None
+) -> Iterator[slice]:
+    """Cut a tensor along its first dimension into pieces of about `piece_bytes` (`PIECE_BYTES`), all
+    but the last of a multiple of `multiple` rows."""
     row_bytes = max(1, math.prod(shape[1:]) * itemsize)
-    step = max(1, PIECE_BYTES // row_bytes // multiple) * multiple
+    step = max(1, (piece_bytes or PIECE_BYTES) // row_bytes // multiple) * multiple
     for start in range(0, shape[0], step):
         yield slice(start, min(shape[0], start + step))
 
@@ -102,6 +107,19 @@ def write_file(
                 num_written += data.nbytes
                 on_bytes(data.nbytes)
             assert num_written == entry.nbytes, (entry, num_written)
+
+
+def fingerprint(*files: Path) -> str:
+    """Tells files apart by size and both ends; reading all of a 2 GB file would take seconds."""
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_FINGERPRINT_BYTES))
+            stream.seek(max(0, size - _FINGERPRINT_BYTES))
+            digest.update(stream.read())
+    return digest.hexdigest()[:16]
 
 
 def data_offsets(file: Path) -> dict[str, int]:

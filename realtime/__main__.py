@@ -14,6 +14,7 @@ COMMANDS = {
     "serve": "run the server: text in over a WebSocket, Opus out",
     "say": "speak one text, through a server that is running or a local one started for it",
     "voices": "list, add and delete a server's voices",
+    "quantize": "write an 8-bit checkpoint of a checkpoint",
     "make-checkpoint": "write real files of a published geometry with random weights",
 }
 

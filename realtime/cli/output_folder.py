@@ -12,10 +12,10 @@ from realtime.errors import PlosiveError
 
 @contextmanager
 def output_folder(
-    out: Path, num_bytes: int, title: str
+    out: Path, num_bytes: int, title: str, num_shown: int | None = None
 ) -> Iterator[tuple[Path, Callable[[int], object]]]:
     """Yields a directory beside `out` that becomes `out` when all went well, and a function to be
-    told how many bytes were written.
+    told how many bytes were written, `num_shown` (`num_bytes`) in the end.
 
     Raises:
         PlosiveError: `out` exists, or the disk has no room.
@@ -34,7 +34,7 @@ def output_folder(
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     partial.mkdir()
     try:
-        with _progress(num_bytes, title) as on_bytes:
+        with _progress(num_shown or num_bytes, title) as on_bytes:
             yield partial, on_bytes
         partial.rename(out)
     finally:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.checkpoint_files import read_state
 from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.errors import CheckpointError, ConfigError
-from model.loader import load_dual_ar, placements, read_state
+from model.loader import load_dual_ar, placements
 from tests.model.goldens import END_ID, GOLDEN, golden
 from tests.model.test_config import S2_PRO
 
