@@ -172,7 +172,6 @@ def launch_paged(
             "HEAD_DIM": head_dim,
             "GROUP": num_heads // num_kv_heads,
             "PAGE": page_size,
-            "SPLITS": plan.splits,
             "WARPS": plan.warps,
             "BLOCKS": plan.blocks,
             "IS_FUSED": int(rotary is not None),

@@ -1,15 +1,14 @@
-// Attention of rows over paged keys and values. A cluster of SPLITS CTAs of WARPS warps shares the
-// positions of one row and one key/value head: its warps take tiles of 16 positions in turn and merge
-// what they have through distributed shared memory, in a fixed order.
-//   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, SPLITS, WARPS,
-//   BLOCKS resident CTAs per SM the compiler must allow.
+// Attention of rows over paged keys and values. A cluster of CTAs of WARPS warps shares the positions
+// of one row and one key/value head: its warps take tiles of 16 positions in turn and merge what they
+// have through distributed shared memory, in a fixed order.
+//   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS, BLOCKS
+//   resident CTAs per SM the compiler must allow.
 //   IS_FUSED: queries, keys and values come neither normed nor rotated, see `decode_attention`.
 //   IS_CHAINED: tables and past keys are read before the kernel before this one has ended.
 #include "attention.cuh"
 
 constexpr int D = HEAD_DIM;
-constexpr int WAYS = SPLITS * WARPS;  // warps that share a row and head
-static_assert(WAYS <= 32 && PAGE % TILE == 0 && GROUP <= COLUMNS);
+static_assert(PAGE % TILE == 0 && GROUP <= COLUMNS);
 
 struct Shared {
   float sums[WARPS][GROUP][D];
@@ -24,6 +23,7 @@ struct Memory {  // one layer's pages, and what the row reads of them
   const bf16* pages;
   const i32* table;  // the slot's row
   int num_kv_heads, head, max_pages;
+  int ways;  // warps that share the row and head, at most 32
 
   // Row 0 of a tile's keys; `page` holds it.
   DEVICE const bf16* keys_at(int page, int tile) const {
@@ -34,17 +34,18 @@ struct Memory {  // one layer's pages, and what the row reads of them
 
 // Pages of the next 32 tiles of this warp, one per lane; 0 past the table's end.
 DEVICE int load_pages(const Memory& memory, int first_tile, int lane) {
-  const int page = (first_tile + lane * WAYS) / (PAGE / TILE);
+  const int page = (first_tile + lane * memory.ways) / (PAGE / TILE);
   return page < memory.max_pages ? memory.table[page] : 0;
 }
 
 // Merges the partial results of all warps of the cluster and stores the heads this warp is given.
-DEVICE void merge(Shared& shared, const Output& out, int row, int first_head, int rank, int warp,
+DEVICE void merge(Shared& shared, const Output& out, int row, int first_head, int splits, int warp,
                   int lane) {
+  const int ways = splits * WARPS, rank = blockIdx.x;
   const u32 states = shared_address(shared.states), sums = shared_address(shared.sums);
-  for (int query = rank + SPLITS * warp; query < GROUP; query += WAYS) {
+  for (int query = rank + splits * warp; query < GROUP; query += ways) {
     float best = LOWEST, total = 0;
-    if (lane < WAYS) {
+    if (lane < ways) {
       const u32 at = cluster_address(states, lane / WARPS) + (lane % WARPS * GROUP + query) * 8;
       best = cluster_load(at), total = cluster_load(at + 4);
     }
@@ -52,7 +53,7 @@ DEVICE void merge(Shared& shared, const Output& out, int row, int first_head, in
     const float inverse = 1.f / warp_sum(total * weight);
     float values[D / 32] = {};
 #pragma unroll 8
-    for (int way = 0; way < WAYS; way++) {
+    for (int way = 0; way < ways; way++) {
       const float factor = __shfl_sync(~0u, weight, way);
       const u32 at = cluster_address(sums, way / WARPS) + (way % WARPS * GROUP + query) * D * 4 +
                      lane * (D / 32) * 4;
@@ -108,7 +109,7 @@ DEVICE void prepare_heads(Shared& shared, const Projected& from, bool is_owner) 
 }
 #endif
 
-// Grid: (SPLITS, H_kv, M), clusters of SPLITS.
+// Grid: (splits, H_kv, M), clusters of `splits` CTAs: 1, 2, 4 or 8, with at most 32 warps.
 //   IS_FUSED: q is qkv [M, H + 2 H_kv, D]; else q [M, H, D], and qk_norm, rope, eps are not used.
 //   pages [P, 2, H_kv, PAGE, D], page_table [num_slots + 1, max_pages].
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
@@ -116,16 +117,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
               const i32* page_table, const i64* slots, const i64* positions, bf16* out_values,
               u8* out_quantised, float* out_scales, float eps, float scale_log2, int max_pages) {
   __shared__ Shared shared;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x, splits = gridDim.x, ways = splits * WARPS;
   const int kv_head = blockIdx.y, row = blockIdx.z, num_kv_heads = gridDim.y;
   const int num_heads = num_kv_heads * GROUP, first_tile = rank * WARPS + warp;
   if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
   const int position = static_cast<int>(positions[row]);
-  const Memory memory = {pages, page_table + slots[row] * max_pages, num_kv_heads, kv_head, max_pages};
+  const Memory memory = {pages,   page_table + slots[row] * max_pages, num_kv_heads, kv_head, max_pages,
+                         ways};
   int my_pages = load_pages(memory, first_tile, lane);
   if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels(), let_next_kernel_start();
 
-  // Tile i of this warp is first_tile + i * WAYS.
+  // Tile i of this warp is first_tile + i * ways.
   const int last_tile = position / TILE, num_tiles = last_tile + 1;
   const bool has_tile = first_tile < num_tiles;
   Tile<D> tile;
@@ -138,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   Accumulator<D> acc;
 #if IS_FUSED
   if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
-  const bool is_owner = last_tile % WAYS / WARPS == rank;
+  const bool is_owner = last_tile % ways / WARPS == rank;
   bf16* key_target = nullptr;
   if (is_owner)
     key_target = pages + (memory.keys_at(memory.table[position / PAGE], last_tile) - pages) +
@@ -158,8 +161,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #endif
 
   int done = 0;  // tiles of this warp
-  for (int i = first_tile; i < num_tiles; i += WAYS) {
-    const int next = i + WAYS, last_row = position - i * TILE, next_last_row = position - next * TILE;
+  for (int i = first_tile; i < num_tiles; i += ways) {
+    const int next = i + ways, last_row = position - i * TILE, next_last_row = position - next * TILE;
     done++;
     if (done % 32 == 0) my_pages = load_pages(memory, next, lane);
     const bf16* next_keys = memory.keys_at(__shfl_sync(~0u, my_pages, done % 32), next);
@@ -174,11 +177,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   }
 
   acc.store(&shared.sums[warp][0][0], shared.states[warp], GROUP, lane);
-  if (SPLITS > 1)
+  if (splits > 1)
     cluster_sync();
   else
     __syncthreads();
   const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.z), num_heads};
-  merge(shared, out, row, kv_head * GROUP, rank, warp, lane);
-  if (SPLITS > 1) cluster_sync();  // nobody leaves while its shared memory is read
+  merge(shared, out, row, kv_head * GROUP, splits, warp, lane);
+  if (splits > 1) cluster_sync();  // nobody leaves while its shared memory is read
 }

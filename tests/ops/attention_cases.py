@@ -1,0 +1,119 @@
+"""Rows over paged memory as the attention tests need them: everything that must not be read is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ops import reference
+
+EPS = 1e-6
+
+
+@dataclass
+class Paged:
+    """Rows of slots whose pages lie in random order."""
+
+    qkv: Tensor  # [M, H + 2 H_kv, D]
+    qk_norm: Tensor  # [H + H_kv, D]
+    rope: Tensor
+    pages: Tensor
+    page_table: Tensor
+    slots: Tensor
+    positions: Tensor
+
+    @property
+    def q(self) -> Tensor:
+        """Queries as if they were normed and rotated."""
+        return self.qkv[:, : -2 * self.pages.shape[2]].contiguous()
+
+    @property
+    def where(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.pages, self.page_table, self.slots, self.positions
+
+    @property
+    def rotary(self) -> tuple[Tensor, float, Tensor]:
+        return self.qk_norm, EPS, self.rope
+
+    def rows(self, chosen: list[int]) -> Paged:
+        """Some of the rows, over a copy of the same memory."""
+        parts = (self.qkv[chosen], self.qk_norm, self.rope, self.pages.clone(), self.page_table)
+        return Paged(*parts, self.slots[chosen], self.positions[chosen])
+
+    def dense(self, row: int) -> Tensor:
+        """[2, H_kv, n, D], what a row may read."""
+        length = int(self.positions[row]) + 1
+        page_size = self.pages.shape[3]
+        used = self.page_table[self.slots[row], : -(-length // page_size)].long()
+        return self.pages[used].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+
+    def expected(self, q: Tensor) -> Tensor:
+        """Attention of q [M, H, D] in fp32, [M, H * D]."""
+        outputs = []
+        for row in range(len(q)):
+            k, v = self.dense(row).float().unsqueeze(1).unbind(0)
+            outputs.append(reference.grouped_attention(q[row : row + 1].float(), k, v))
+        return torch.cat(outputs).flatten(1)
+
+
+def paged(
+    lengths: list[int],
+    heads: tuple[int, int, int],
+    *,
+    page_size: int = 32,
+    num_slots: int | None = None,
+    max_len: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Paged:
+    """Rows that have read `lengths` positions once their own is in: one row of each of random slots.
+
+    Args:
+        heads: H, H_kv, D.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    num_heads, num_kv_heads, head_dim = heads
+    num_rows = len(lengths)
+    num_slots = num_slots or num_rows + 2
+    max_pages = -(-(max_len or max(lengths)) // page_size)
+    needed = [-(-length // page_size) for length in lengths]
+    shape = (sum(needed) + 3, 2, num_kv_heads, page_size, head_dim)
+    pages = torch.full(shape, torch.nan, device=device, dtype=dtype)
+    shuffled = torch.randperm(sum(needed) + 2, generator=generator, device=device) + 1
+    page_table = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=device)
+    slots = torch.randperm(num_slots, generator=generator, device=device)[:num_rows]
+    begin = 0
+    for slot, length, num_pages in zip(slots.tolist(), lengths, needed, strict=True):
+        used = shuffled[begin : begin + num_pages]
+        begin += num_pages
+        page_table[slot, :num_pages] = used.int()
+        values = normal(num_pages, 2, num_kv_heads, page_size, head_dim)
+        values[-1, :, :, length - (num_pages - 1) * page_size :] = torch.nan
+        pages[used] = values
+    return Paged(
+        qkv=normal(num_rows, num_heads + 2 * num_kv_heads, head_dim),
+        qk_norm=(1 + 0.2 * normal(num_heads + num_kv_heads, head_dim).float()).to(dtype),
+        rope=reference.rope_table(max_pages * page_size, head_dim, 1e6, torch.device(device)),
+        pages=pages,
+        page_table=page_table,
+        slots=slots,
+        positions=torch.tensor(lengths, device=device) - 1,
+    )
+
+
+def relative_error(out: Tensor, expected: Tensor) -> float:
+    """Largest error of a row over the norm of the row; NaN counts as infinite."""
+    error = (out.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    return float(error.nan_to_num(nan=torch.inf).max())
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """For comparing what may hold NaN."""
+    return tensor.contiguous().view(torch.uint8)
