@@ -36,6 +36,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "realtime.pingpong.messages": (),
     "realtime.pingpong.api": ("realtime.pingpong.messages",),
+    "realtime.remote": (
+        "realtime.errors",
+        "realtime.threads",
+        "realtime.pingpong.messages",
+        "realtime.pingpong.api",
+        "realtime.pingpong.slots",
+        "realtime.remote",
+    ),
     "realtime.session": (
         "realtime.wire",
         "realtime.errors",

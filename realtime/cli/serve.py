@@ -17,12 +17,14 @@ import uvicorn
 from model.embedded import embedded_path
 from realtime import config as options
 from realtime.auth import ApiKeys, load_api_keys
+from realtime.cli.placement import place
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
 from realtime.hub import Hub
 from realtime.opus import load_opuslib
 from realtime.pingpong import tone
 from realtime.pingpong.api import Engine
+from realtime.pingpong.slots import Slots
 from realtime.server import create_app
 from realtime.voices import VoiceStore
 from realtime.websocket import PlosiveWebSocket
@@ -50,9 +52,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def load_engine(config: ServerConfig) -> Engine:
+    """What `--model`, `--device` and `--engine-process` ask for."""
+    return place(config, load_on_device)
+
+
+def load_on_device(config: ServerConfig, device: str, slots: Slots) -> Engine:
     """The ping-pong engine on the configured model; the only function here that needs torch."""
     if config.model.partition(":")[0] == tone.MODEL:
-        return tone.ToneEngine(tone.ToneConfig.parse(config.model, config.max_slots))
+        return tone.ToneEngine(tone.ToneConfig.parse(config.model, slots.num_slots), slots)
     is_embedded = config.model == "embedded"
     path = embedded_path() if is_embedded else Path(config.model)
     if not config.model.startswith("random:") and not path.is_dir():
@@ -64,7 +71,6 @@ def load_engine(config: ServerConfig) -> Engine:
     from model.speech_model import load_speech_model
     from realtime.pingpong.engine import EngineConfig, PingPongEngine
 
-    device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device.startswith("cuda") and not torch.cuda.is_available():
@@ -72,7 +78,8 @@ def load_engine(config: ServerConfig) -> Engine:
     try:
         return PingPongEngine(
             load_speech_model(path, name=path.name, device=device),
-            EngineConfig(num_slots=config.max_slots, num_threads=config.num_threads or 1),
+            EngineConfig(num_slots=slots.num_slots, num_threads=config.num_threads or 1),
+            slots,
         )
     except (ModelError, OSError, RuntimeError) as error:
         raise PlosiveError("model_unusable", f"cannot load the model: {error}") from error

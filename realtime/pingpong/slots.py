@@ -1,6 +1,16 @@
 """Which slots are free, and the generation number that makes stale work recognisable."""
 
+from typing import Protocol
+
 from realtime.pingpong.messages import SlotRef
+
+
+class Generations(Protocol):
+    """A list or a shared array of 64-bit integers."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, idx: int, /) -> int: ...
+    def __setitem__(self, idx: int, value: int, /) -> None: ...
 
 
 class Slots:
@@ -11,9 +21,11 @@ class Slots:
     comparison wherever it arrives late.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, generations: Generations | None = None) -> None:
+        """`generations`: zeros in memory that several processes share; one of them writes."""
         assert num_slots > 0, num_slots
-        self._generation = [0] * num_slots
+        assert generations is None or len(generations) == num_slots, num_slots
+        self._generation: Generations = [0] * num_slots if generations is None else generations
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property

@@ -108,7 +108,7 @@ class _Stream:
 class ToneEngine:
     """Implements `realtime.pingpong.api.Engine` on one thread: commands, a step, its frames."""
 
-    def __init__(self, config: ToneConfig) -> None:
+    def __init__(self, config: ToneConfig, slots: Slots | None = None) -> None:
         self._config = config
         self.info = EngineInfo(
             model_name=MODEL,
@@ -125,7 +125,7 @@ class ToneEngine:
             max_segment_chars=300,
             has_prompt=False,
         )
-        self.slots = Slots(config.num_slots)
+        self.slots = slots or Slots(config.num_slots)
         self.failure: str | None = None
         self._frame_ns = round(1e9 * config.frame_samples / config.sample_rate)
         self._hum = _hum(config.sample_rate)

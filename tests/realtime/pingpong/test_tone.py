@@ -8,21 +8,15 @@ from realtime.errors import EngineError, PlosiveError, VoiceError
 from realtime.pingpong.messages import (
     CancelTurn,
     CloseSlot,
-    EndTurn,
     FramePcm,
-    OpenSlot,
-    SamplingParams,
     SegmentEnd,
-    SetText,
     SlotClosed,
-    SlotReady,
     SlotRef,
     TurnEnd,
 )
 from realtime.pingpong.tone import ToneConfig, ToneEngine
 from tests.support.recorder import Recorder
-
-SAMPLING = SamplingParams(0.7, 0.9, 30, seed=1)
+from tests.support.tones import opened, say
 
 
 @pytest.fixture
@@ -30,20 +24,6 @@ def engine():
     engine = ToneEngine(ToneConfig(num_slots=3, step_ms=0.5))
     yield engine
     engine.stop()
-
-
-def opened(engine: ToneEngine, recorder: Recorder, max_lead_ms: int = 60_000) -> SlotRef:
-    slot = engine.slots.acquire()
-    assert slot is not None
-    engine.submit(OpenSlot(slot, (), "", SAMPLING, max_lead_ms))
-    recorder.wait(SlotReady, lambda event: event.slot == slot)
-    return slot
-
-
-def say(engine: ToneEngine, slot: SlotRef, turn_id: int, *texts: str) -> None:
-    for segment, text in enumerate(texts):
-        engine.submit(SetText(slot, turn_id, segment, text, is_closed=True))
-    engine.submit(EndTurn(slot, turn_id, len(texts)))
 
 
 def test_a_turn_is_whole(engine: ToneEngine) -> None:

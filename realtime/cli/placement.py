@@ -1,0 +1,67 @@
+"""Which engine runs where: one or several devices, in this process or in processes of their own."""
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+
+from realtime.config import ServerConfig
+from realtime.errors import PlosiveError
+from realtime.pingpong.api import Engine
+from realtime.pingpong.fleet import Fleet
+from realtime.pingpong.slots import Slots
+from realtime.remote.engine import RemoteEngine
+
+LoadEngine = Callable[[ServerConfig, str, Slots], Engine]  # on a device, around the slots
+
+
+def place(config: ServerConfig, load: LoadEngine) -> Engine:
+    """The engine that `--device` and `--engine-process` ask for.
+
+    `load` is a function of a module, so that another process can call it. Slots are shared out
+    evenly over the devices.
+
+    Raises:
+        PlosiveError: what `load` raises; `invalid_config` for fewer slots than devices.
+    """
+    devices = config.devices()
+    num_devices, num_slots = len(devices), config.max_slots
+    if num_slots < num_devices:
+        why = f"max_slots: got {num_slots}, expected at least one for each of {num_devices} devices"
+        raise PlosiveError("invalid_config", why)
+    if not has_own_process(config):
+        return load(config, devices[0], Slots(num_slots))
+    remotes = [
+        RemoteEngine(
+            partial(load, config, device),
+            num_slots // num_devices + (i < num_slots % num_devices),
+            name=f"engine {i} on {device}" if num_devices > 1 else f"the engine on {device}",
+        )
+        for i, device in enumerate(devices)
+    ]
+    try:
+        engines = [remote.load() for remote in remotes]
+    except BaseException:
+        for remote in remotes:
+            remote.stop()
+        raise
+    return engines[0] if num_devices == 1 else Fleet(engines)
+
+
+def has_own_process(config: ServerConfig) -> bool:
+    """A CPU's engine spends its time in the model's own code, and two cores have no room for a
+    process more: measured, it stays in the server's. A GPU's engine is driven by Python."""
+    devices = config.devices()
+    if len(devices) > 1 or config.engine_process != "auto":
+        return len(devices) > 1 or config.engine_process == "yes"
+    return devices[0].startswith("cuda") or (devices[0] == "auto" and _has_gpu())
+
+
+def _has_gpu() -> bool:
+    """Asked of the driver, so that the server's process needs no torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    is_asked = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return is_asked and count.value > 0

@@ -1,0 +1,139 @@
+"""An engine in another process answers as one in this process does, and its death is known."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from realtime.errors import EngineError, PlosiveError, VoiceError
+from realtime.pingpong.messages import (
+    CancelTurn,
+    CloseSlot,
+    FramePcm,
+    SetText,
+    SlotClosed,
+    SlotFailed,
+    TurnEnd,
+    VoicePrompt,
+)
+from realtime.pingpong.slots import Slots
+from realtime.remote.engine import MAX_WAITING_COMMANDS, RemoteEngine
+from tests.support.recorder import Recorder
+from tests.support.tones import fall_over, make_slow_tone, make_tone, opened, refuse, say
+
+VOICE = VoicePrompt("any", "a voice", np.zeros((1, 3), np.int32))
+
+
+@pytest.fixture
+def remote():
+    engine = RemoteEngine(make_tone, num_slots=3).load()
+    yield engine
+    engine.stop()
+
+
+def pcm(recorder: Recorder, turn_id: int) -> np.ndarray:
+    frames = [each for each in recorder.events if isinstance(each, FramePcm)]
+    return np.concatenate([each.pcm for each in frames if each.turn_id == turn_id])
+
+
+def test_it_speaks_as_it_would_here(remote: RemoteEngine) -> None:
+    here, there, local = Recorder(), Recorder(), make_tone(Slots(3))
+    assert remote.info == local.info
+    local.start(here)
+    remote.start(there)
+    for engine, recorder in ((local, here), (remote, there)):
+        slot = opened(engine, recorder)
+        say(engine, slot, 1, "The same text.", "Twice.")
+        recorder.wait(TurnEnd)
+    kinds = [[type(event) for event in recorder.events] for recorder in (here, there)]
+    assert kinds[0] == kinds[1]
+    assert np.array_equal(pcm(here, 1), pcm(there, 1))
+    local.stop()
+
+
+def test_what_is_stale_is_dropped_over_there_too(remote: RemoteEngine) -> None:
+    recorder = Recorder()
+    remote.start(recorder)
+    slot = opened(remote, recorder, max_lead_ms=200)
+    say(remote, slot, 1, "word " * 200)
+    recorder.wait(FramePcm)
+    old, slot = slot, remote.slots.bump(slot)
+    remote.submit(SetText(old, 1, 1, "never spoken", is_closed=True))
+    remote.submit(CancelTurn(slot, 1, 0))
+    say(remote, slot, 2, "Now this.")
+    assert recorder.wait(TurnEnd).turn_id == 2
+    slot = remote.slots.bump(slot)
+    remote.submit(CloseSlot(slot))
+    remote.slots.release(recorder.wait(SlotClosed).slot)
+    assert remote.stats()["slots_active"] == 0
+
+
+def test_calls_return_and_raise(remote: RemoteEngine) -> None:
+    remote.warm_up((VOICE,))
+    remote.check_voice(VOICE)
+    with pytest.raises(VoiceError, match="learn no voice") as raised:
+        remote.encode_voice(b"RIFF", 30.0)
+    assert raised.value.code == "invalid_clip"
+
+
+def test_a_slot_takes_a_bounded_number_of_commands() -> None:
+    """As `CommandQueue` expects; a close is never refused, and the others are told to come again."""
+    remote = RemoteEngine(make_slow_tone, num_slots=1).load()
+    recorder = Recorder()
+    remote.start(recorder)
+    os.kill(remote.pid or 0, signal.SIGSTOP)  # it takes nothing
+    slot = remote.slots.acquire()
+    assert slot is not None
+    for number in range(MAX_WAITING_COMMANDS):
+        remote.submit(SetText(slot, 1, 0, f"word {number}", is_closed=False))
+    with pytest.raises(EngineError, match="64 commands") as raised:
+        remote.submit(SetText(slot, 1, 0, "one more", is_closed=False))
+    assert raised.value.code == "engine_overloaded"
+    slot = remote.slots.bump(slot)
+    remote.submit(CloseSlot(slot))
+    os.kill(remote.pid or 0, signal.SIGCONT)
+    recorder.wait(SlotClosed)
+    remote.stop()
+
+
+def test_its_death_fails_what_it_had(remote: RemoteEngine) -> None:
+    recorder = Recorder()
+    remote.start(recorder)
+    slot = opened(remote, recorder, max_lead_ms=200)
+    say(remote, slot, 1, "word " * 200)
+    recorder.wait(FramePcm)
+    os.kill(remote.pid or 0, signal.SIGKILL)
+    failed = recorder.wait(SlotFailed)
+    assert failed.slot == slot and "exit code -9" in failed.message
+    assert remote.failure == failed.message
+    with pytest.raises(EngineError) as raised:
+        remote.submit(CloseSlot(slot))
+    assert raised.value.code == "engine_stopped"
+    with pytest.raises(EngineError):
+        remote.check_voice(VOICE)
+
+
+def test_what_keeps_it_from_being_made_is_told() -> None:
+    with pytest.raises(PlosiveError, match="no engine with 5 slots") as raised:
+        RemoteEngine(refuse, num_slots=5).load()
+    assert raised.value.code == "model_unusable"
+    with pytest.raises(PlosiveError, match="MemoryError: no room for the weights"):
+        RemoteEngine(fall_over, num_slots=5).load()
+
+
+def test_stop_ends_the_process_whatever_it_does() -> None:
+    remote = RemoteEngine(make_slow_tone, num_slots=1).load()
+    recorder = Recorder()
+    remote.start(recorder)
+    slot = opened(remote, recorder)
+    say(remote, slot, 1, "A long step.")
+    started_s = time.monotonic()
+    remote.stop()
+    remote.stop()
+    assert time.monotonic() - started_s < 5.0
+    with pytest.raises(ProcessLookupError):
+        os.kill(remote.pid or 0, 0)
+    with pytest.raises(EngineError, match="stopped"):
+        remote.submit(CloseSlot(slot))

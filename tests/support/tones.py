@@ -1,0 +1,48 @@
+"""Engines without a model, as functions that another process can call, and what is said to them."""
+
+from realtime.errors import PlosiveError
+from realtime.pingpong.messages import (
+    EndTurn,
+    OpenSlot,
+    SamplingParams,
+    SetText,
+    SlotReady,
+    SlotRef,
+)
+from realtime.pingpong.slots import Slots
+from realtime.pingpong.tone import ToneConfig, ToneEngine
+from tests.support.recorder import Recorder
+
+SAMPLING = SamplingParams(0.7, 0.9, 30, seed=1)
+
+
+def make_tone(slots: Slots) -> ToneEngine:
+    return ToneEngine(ToneConfig(num_slots=slots.num_slots, step_ms=0.5), slots)
+
+
+def make_slow_tone(slots: Slots) -> ToneEngine:
+    """Its thread takes commands between steps of a second only."""
+    return ToneEngine(ToneConfig(num_slots=slots.num_slots, step_ms=1000.0), slots)
+
+
+def refuse(slots: Slots) -> ToneEngine:
+    raise PlosiveError("model_unusable", f"no engine with {slots.num_slots} slots")
+
+
+def fall_over(slots: Slots) -> ToneEngine:
+    raise MemoryError("no room for the weights")
+
+
+def opened(engine, recorder: Recorder, max_lead_ms: int = 60_000, **open_slot) -> SlotRef:
+    slot = engine.slots.acquire()
+    assert slot is not None
+    fields = {"voices": (), "prompt": "", "sampling": SAMPLING, "max_lead_ms": max_lead_ms}
+    engine.submit(OpenSlot(slot, **(fields | open_slot)))
+    recorder.wait(SlotReady, lambda event: event.slot == slot)
+    return slot
+
+
+def say(engine, slot: SlotRef, turn_id: int, *texts: str) -> None:
+    for segment, text in enumerate(texts):
+        engine.submit(SetText(slot, turn_id, segment, text, is_closed=True))
+    engine.submit(EndTurn(slot, turn_id, len(texts)))
