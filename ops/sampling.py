@@ -69,7 +69,7 @@ def sample_semantic(logits: Tensor, window: Tensor, draws: Draws, head_tokens: T
         i64 [B], rows of the head; n is the end.
     """
     if logits.device.type != "cuda":
-        return _sample_semantic(logits, window, draws, head_tokens)
+        return semantic_definition(logits, window, draws, head_tokens)
     choice = torch.empty_like(draws.slots)
     _launch_semantic(logits, window, draws, Head(head_tokens, None), choice, _NOTHING)
     return choice
@@ -86,7 +86,7 @@ def sample_codebook(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
         i64 [B].
     """
     if logits.device.type != "cuda":
-        return _sample_codebook(logits, codebook, draws)
+        return codebook_definition(logits, codebook, draws)
     code = torch.empty_like(draws.slots)
     _launch(logits, draws, codebook + 1, code, _NOTHING, codebook)
     return code
@@ -118,7 +118,7 @@ def draw_semantic(
         _launch_semantic(logits, window, draws, head, choice, following)
         return SemanticDraw(choice, is_end, x)
     assert head.codes is not None
-    choice = _sample_semantic(logits, window, draws, head.tokens)
+    choice = semantic_definition(logits, window, draws, head.tokens)
     code = head.codes[choice]
     codes[:, 0] = code
     x = torch.stack([hidden, embeddings[code]], dim=1).flatten(0, 1)
@@ -142,7 +142,7 @@ def draw_codebook(
         following = _Following(None, codes, embeddings, None, x)
         _launch(logits, draws, codebook + 1, torch.empty_like(draws.slots), following, codebook)
         return x
-    code = _sample_codebook(logits, codebook, draws)
+    code = codebook_definition(logits, codebook, draws)
     codes[:, codebook] = code
     return embeddings[code]
 
@@ -243,7 +243,7 @@ def _launch(
     )
 
 
-def _sample_semantic(logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor) -> Tensor:
+def semantic_definition(logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor) -> Tensor:
     ras = torch.full_like(draws.top_p, RAS_TOP_P), torch.full_like(draws.top_p, RAS_TEMPERATURE)
     normal = _draw(logits, 0, draws, draws.top_p, draws.temperature.clamp(min=MIN_TEMPERATURE))
     twin = _draw(logits, 1, draws, *ras)
@@ -251,7 +251,7 @@ def _sample_semantic(logits: Tensor, window: Tensor, draws: Draws, head_tokens: 
     return torch.where(recent.any(1) & (normal < head_tokens.shape[0] - 1), twin, normal)
 
 
-def _sample_codebook(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
+def codebook_definition(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
     temperature = draws.temperature.clamp(min=MIN_TEMPERATURE)
     return _draw(logits, codebook + 1, draws, draws.top_p, temperature)
 

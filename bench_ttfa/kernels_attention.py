@@ -1,0 +1,229 @@
+"""Times of attention, RoPE append, samplers, embedding at the shapes of S2 Pro, on one CUDA device.
+
+    python -m bench_ttfa.kernels_attention [--json FILE]
+
+Measured as in `bench_ttfa.kernels`: the median of replays of a graph of many calls, keys and values
+cold (rotating copies of a layer's pages beyond twice the L2), activations warm. GB/s counts the keys
+and values read, once. Calls follow each other at once, so the start of one overlaps the end of the
+one before, as in a frame.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench_ttfa.kernels import Call, Timing, graph_us, num_copies, rotated
+from ops import attention, reference, sampling
+from ops.attention import Plan
+from ops.embedding import embed_rows
+from ops.sampling import Carried, Draws, Head
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE, DIM = 32, 8, 128, 32, 2560
+NUM_CODEBOOKS, NUM_SEMANTIC, CODEBOOK_SIZE, WINDOW = 10, 4096, 4096, 10
+MAX_LEN = 8192
+EPS = 1e-6
+# Rows x positions that each has read.
+CONTEXTS = ((1, 512), (1, 2048), (4, 600), (16, 600), (32, 600), (64, 600), (128, 600))
+ROWS = (1, 16, 64, 128)
+
+
+class Layers:
+    """Copies of one layer's pages, and rows over them."""
+
+    def __init__(self, lengths: Sequence[int], max_len: int = MAX_LEN) -> None:
+        needed = [-(-length // PAGE) for length in lengths]
+        num_pages = sum(needed) + 1
+        self.read_bytes = sum(lengths) * 4 * NUM_KV_HEADS * HEAD_DIM
+        shape = (num_pages, 2, NUM_KV_HEADS, PAGE, HEAD_DIM)
+        self.pages = [normal(*shape) for _ in range(num_copies(self.read_bytes))]
+        self.page_table = torch.zeros(
+            len(lengths) + 1, max_len // PAGE, dtype=torch.int32, device="cuda"
+        )
+        order = torch.randperm(num_pages - 1, device="cuda").int() + 1
+        begin = 0
+        for slot, used in enumerate(needed):
+            self.page_table[slot, :used] = order[begin : begin + used]
+            begin += used
+        self.slots = torch.arange(len(lengths), device="cuda")
+        self.positions = torch.tensor(lengths, device="cuda") - 1
+        self.rope = reference.rope_table(max_len, HEAD_DIM, 1e6, torch.device("cuda"))
+        self.qk_norm = normal(NUM_HEADS + NUM_KV_HEADS, HEAD_DIM)
+        self.qkv = normal(len(lengths), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+
+    def where(self, copy: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.pages[copy], self.page_table, self.slots, self.positions
+
+    def append_us(self) -> float:
+        def make(copy: int) -> Call:
+            rotary = (self.qk_norm, EPS, self.rope)
+            return lambda: attention.rope_append(self.qkv, *rotary, *self.where(copy))
+
+        return graph_us(rotated(make, len(self.pages)))
+
+    def attention_us(self, plan: Plan | None = None) -> float:
+        """`paged_attention` of queries that are rotated already."""
+        q = self.qkv[:, :NUM_HEADS].contiguous()
+        chosen = plan or self._plan()
+
+        def make(copy: int) -> Call:
+            where = self.where(copy)
+            return lambda: attention.launch_paged(q, None, where, "bsfp8", chosen)
+
+        return graph_us(rotated(make, len(self.pages)))
+
+    def decode_us(self, plan: Plan | None = None, *, is_chained: bool = True) -> float:
+        """`decode_attention`: norm, rotation and append included."""
+        chosen = plan or self._plan()
+        rotary = (self.qk_norm, self.rope, EPS)
+
+        def make(copy: int) -> Call:
+            where = self.where(copy)
+            return lambda: attention.launch_paged(
+                self.qkv, rotary, where, "bsfp8", chosen, is_chained=is_chained
+            )
+
+        return graph_us(rotated(make, len(self.pages)))
+
+    def _plan(self) -> Plan:
+        max_pages = self.page_table.shape[1]
+        return attention.plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE)
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def torch_attention_us(num_rows: int, length: int) -> float:
+    """torch's attention over contiguous memory of equal lengths, queries rotated already."""
+    num_bytes = num_rows * length * 4 * NUM_KV_HEADS * HEAD_DIM
+    copies = num_copies(num_bytes)
+    kv = [normal(2, num_rows, NUM_KV_HEADS, length, HEAD_DIM) for _ in range(copies)]
+    q = normal(num_rows, NUM_HEADS, 1, HEAD_DIM)
+
+    def make(copy: int) -> Call:
+        k, v = kv[copy]
+        return lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    return graph_us(rotated(make, copies))
+
+
+def attention_timings() -> Iterable[Timing]:
+    for num_rows, length in CONTEXTS:
+        layers = Layers([length] * num_rows)
+        for variant, us in (
+            ("paged_attention", layers.attention_us()),
+            ("decode_attention", layers.decode_us()),
+            ("rope_append", layers.append_us()),
+            ("torch sdpa, contiguous", torch_attention_us(num_rows, length)),
+        ):
+            label = f"attention, {length} positions"
+            yield Timing(label, variant, num_rows, us, layers.read_bytes / us / 1000)
+    yield mixed_timing()
+
+
+def mixed_timing(plan: Plan | None = None) -> Timing:
+    """64 rows of 32 to 4096 positions, as many of each magnitude."""
+    lengths = [int(2 ** (5 + 7 * i / 63)) for i in range(64)]
+    layers = Layers(lengths)
+    us = layers.decode_us(plan)
+    label = f"attention, 32..4096 positions, {sum(lengths)} in all"
+    return Timing(label, "decode_attention", 64, us, layers.read_bytes / us / 1000)
+
+
+def frame_us(num_rows: int, start: int, num_positions: int) -> float:
+    shape = (2, num_rows, NUM_KV_HEADS, NUM_CODEBOOKS, HEAD_DIM)
+    memories = [normal(*shape) for _ in range(4)]
+    rope = reference.rope_table(NUM_CODEBOOKS, HEAD_DIM, 1e6, torch.device("cuda"))
+    qkv = normal(num_rows * num_positions, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+
+    def make(copy: int) -> Call:
+        args = (qkv, None, EPS, rope, memories[copy], start, num_positions)
+        return lambda: attention.frame_attention(*args, "bsfp8", is_chained=True)
+
+    return graph_us(rotated(make, len(memories)))
+
+
+class Sampler:
+    """Everything that the samplers of a batch read and write."""
+
+    def __init__(self, num_rows: int) -> None:
+        def filled(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((num_rows,), value, device="cuda", dtype=dtype)
+
+        self.slots = torch.arange(num_rows, device="cuda")
+        seeds = torch.randint(0, 1 << 60, (num_rows,), device="cuda")
+        frame_idx = filled(3, torch.int32)
+        parameters = (filled(0.8), filled(0.8), filled(30, torch.int32), seeds, frame_idx)
+        self.draws = Draws(self.slots, *parameters)
+        self.window = torch.zeros(num_rows, WINDOW, 1, device="cuda", dtype=torch.int32)
+        tokens = torch.arange(1000, 1001 + NUM_SEMANTIC, device="cuda", dtype=torch.int32)
+        self.head = Head(tokens, torch.arange(NUM_SEMANTIC + 1, device="cuda").clamp(max=4095))
+        self.hidden, self.table = normal(num_rows, DIM), normal(CODEBOOK_SIZE, DIM)
+        self.codes = torch.zeros(num_rows, NUM_CODEBOOKS, device="cuda", dtype=torch.int32)
+        self.semantic_logits = 3 * normal(num_rows, NUM_SEMANTIC + 1)
+        self.logits = 3 * normal(num_rows, CODEBOOK_SIZE)
+        rows = torch.zeros(num_rows, 1 + NUM_CODEBOOKS, device="cuda", dtype=torch.int32)
+        rows[:, 0] = 1500
+        position = torch.zeros(num_rows, device="cuda", dtype=torch.int64)
+        self.carried = Carried(rows, position, self.window, frame_idx)
+        self.embeddings, self.codebooks = normal(8192, DIM), normal(NUM_CODEBOOKS * 4096, DIM)
+
+    def semantic(self) -> object:
+        return sampling.draw_semantic(
+            *(self.semantic_logits, self.window, self.draws, self.head),
+            *(self.hidden, self.table, self.codes),
+        )
+
+    def codebook(self) -> object:
+        return sampling.draw_codebook(self.logits, 4, self.draws, self.table, self.codes)
+
+    def advance(self) -> object:
+        sampling.advance(self.carried, self.slots, self.slots, self.codes, self.head.tokens)
+        return None
+
+    def embed(self) -> object:
+        tables = (self.embeddings, self.codebooks, (1000, 5096))
+        return embed_rows(self.carried.rows, self.slots, *tables)
+
+    def in_torch(self) -> object:
+        return sampling.codebook_definition(self.logits, 4, self.draws)
+
+
+def small_timings() -> Iterable[Timing]:
+    for num_rows in ROWS:
+        yield Timing("fast AR attention", "1 position", num_rows, frame_us(num_rows, 6, 1), 0)
+        yield Timing("fast AR attention", "2 positions", num_rows, frame_us(num_rows, 0, 2), 0)
+        sampler = Sampler(num_rows)
+        for name, call in (
+            ("draw_semantic", sampler.semantic),
+            ("draw_codebook", sampler.codebook),
+            ("codebook in torch", sampler.in_torch),
+            ("advance", sampler.advance),
+            ("embed_rows", sampler.embed),
+        ):
+            yield Timing("sampling", name, num_rows, graph_us([call] * 24), 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    timings: list[Timing] = []
+    for timing in (*attention_timings(), *small_timings()):
+        timings.append(timing)
+        rate = f"{timing.gb_per_s:8.0f}" if timing.gb_per_s else " " * 8
+        print(f"{timing.op:48s} {timing.variant:24s} {timing.rows:4d} {timing.us:8.2f} {rate}")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1))
+
+
+if __name__ == "__main__":
+    main()
