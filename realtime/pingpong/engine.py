@@ -79,8 +79,9 @@ class PingPongEngine:
             )
         self._model = model
         self._config = config
-        num_slots = config.num_slots or DEFAULT_SLOTS[model.device.type]
-        self._slots = Slots(num_slots)
+        if slots is None:
+            slots = Slots(config.num_slots or DEFAULT_SLOTS[model.device.type])
+        self._slots, num_slots = slots, slots.num_slots
         with torch.inference_mode():
             self._cache = _new_cache(model, config, num_slots, max_positions)
             self._vocode = VocodeLoop(
