@@ -132,7 +132,7 @@ def load_speech_model(
 
     Args:
         run_as: how the blocks run; "bsfp8" quantises weights that are not. Without it: quantised
-            ones as they are, others with kernels in bf16 where there are kernels, else eagerly.
+            ones as they are, others eagerly.
         on_bytes: told how many bytes of weights were read since the last call.
 
     Raises:
@@ -190,4 +190,6 @@ def checked_run_as(run_as: RunAs | None, device: torch.device, *, is_quantised: 
         )
     if is_quantised:
         return "bsfp8"
-    return run_as or ("bf16" if has_kernels else "eager")
+    if device.type == "cpu" and run_as == "bf16":
+        raise ConfigError("format: got 'bf16' on a CPU, expected auto (weights in f32) or bsfp8")
+    return run_as or "eager"

@@ -44,6 +44,7 @@ _network, _model, _limit, _timeout, _operation = (
 
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or several with commas between: one engine for each'
 _PROCESSES = ("auto", "yes", "no")
+_FORMATS = ("auto", "bf16", "bsfp8", "eager")
 
 
 def is_device(name: str) -> bool:
@@ -72,9 +73,23 @@ class ServerConfig:
         "auto",
         '"yes": each engine in a process of its own; "auto": unless it is one on a CPU; "no"',
     )
+    format: str = _model(
+        "auto",
+        'how the weights run: "bf16"; "bsfp8", 8 bits in blocks of 128x128, quantised while they '
+        'load; "eager", plain PyTorch, the slow reference; "auto": as the checkpoint is',
+    )
+    max_context: int = _model(
+        4096, "positions of a session: voice, prompt, dialogue, text and speech (a frame is one)"
+    )
+    kv_fraction: float = _model(
+        0.8, "share of the GPU memory left beside the weights that contexts and voices may fill"
+    )
     num_threads: int = _model(0, "CPU threads of the model; 0 leaves the choice to the model")
     voices_dir: Path | None = _model(None, "added voices; default: plosive/voices in user data")
-    max_slots: int = _limit(4, "sessions served at the same time; more are refused with 503")
+    max_slots: int | None = _limit(
+        None,
+        "sessions served at the same time; more are refused with 503 (default: 4, 64 for each GPU)",
+    )
     max_sessions_per_client: int = _limit(
         0, "sessions of one API key, or without keys of one address, at a time; 0: any number"
     )
@@ -109,8 +124,11 @@ class ServerConfig:
     log_level: str = _operation("warning", "critical, error, warning, info or debug")
 
     def __post_init__(self) -> None:
-        for name in ("max_slots", "max_voices", "max_clip_bytes", "high_water_ms"):
+        self._check("max_slots", self.max_slots is None or self.max_slots >= 1, "at least 1")
+        for name in ("max_context", "max_voices", "max_clip_bytes", "high_water_ms"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
+        self._check("format", self.format in _FORMATS, "one of " + ", ".join(_FORMATS))
+        self._check("kv_fraction", 0 < self.kv_fraction <= 1, "more than 0, at most 1")
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
         self._check("device", is_device(self.device), DEVICES)
         self._check("engine_process", self.engine_process in _PROCESSES, "one of auto, yes, no")

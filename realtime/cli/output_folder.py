@@ -34,7 +34,7 @@ def output_folder(
     partial = out.with_name(f".{out.name}.{os.getpid()}")
     partial.mkdir()
     try:
-        with _progress(num_shown or num_bytes, title) as on_bytes:
+        with progress_bar(num_shown or num_bytes, title) as on_bytes:
             yield partial, on_bytes
         partial.rename(out)
     finally:
@@ -42,10 +42,16 @@ def output_folder(
 
 
 @contextmanager
-def _progress(num_bytes: int, title: str) -> Iterator[Callable[[int], object]]:
+def progress_bar(num_bytes: int, title: str) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, to be told how many bytes came; nothing for none, or elsewhere."""
     from tqdm import tqdm
 
     with tqdm(
-        total=num_bytes, desc=title, unit="B", unit_scale=True, file=sys.stderr, disable=None
+        total=num_bytes,
+        desc=title,
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        disable=None if num_bytes else True,
     ) as bar:
         yield bar.update

@@ -11,6 +11,8 @@ from realtime.pingpong.fleet import Fleet
 from realtime.pingpong.slots import Slots
 from realtime.remote.engine import RemoteEngine
 
+_CPU_SLOTS, _GPU_SLOTS = 4, 64  # of a device, where nothing is said
+
 LoadEngine = Callable[[ServerConfig, str, Slots], Engine]  # on a device, around the slots
 
 
@@ -24,7 +26,7 @@ def place(config: ServerConfig, load: LoadEngine) -> Engine:
         PlosiveError: what `load` raises; `invalid_config` for fewer slots than devices.
     """
     devices = config.devices()
-    num_devices, num_slots = len(devices), config.max_slots
+    num_devices, num_slots = len(devices), config.max_slots or _default_slots(devices)
     if num_slots < num_devices:
         why = f"max_slots: got {num_slots}, expected at least one for each of {num_devices} devices"
         raise PlosiveError("invalid_config", why)
@@ -54,6 +56,11 @@ def has_own_process(config: ServerConfig) -> bool:
     if len(devices) > 1 or config.engine_process != "auto":
         return len(devices) > 1 or config.engine_process == "yes"
     return devices[0].startswith("cuda") or (devices[0] == "auto" and _has_gpu())
+
+
+def _default_slots(devices: tuple[str, ...]) -> int:
+    is_gpu = [device.startswith("cuda") or (device == "auto" and _has_gpu()) for device in devices]
+    return _GPU_SLOTS * sum(is_gpu) or _CPU_SLOTS * len(devices)
 
 
 def _has_gpu() -> bool:

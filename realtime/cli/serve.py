@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import cast
 
 import uvicorn
 
 from model.embedded import embedded_path
 from realtime import config as options
 from realtime.auth import ApiKeys, load_api_keys
+from realtime.cli.output_folder import progress_bar
 from realtime.cli.placement import place
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
@@ -35,6 +37,7 @@ EngineFactory = Callable[[ServerConfig], Engine]
 # The engine's threads take and give the GIL thousands of times a second, around short operations.
 # Python's 5 ms of patience costs them 10 to 15 % of the frames/s (embedded model, 2 cores).
 _GIL_SWITCH_S = 0.000_5
+_WORTH_A_LINE_BYTES = 10**9  # of weights: loading them takes seconds, which are accounted for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,21 +71,37 @@ def load_on_device(config: ServerConfig, device: str, slots: Slots) -> Engine:
     import torch
 
     from model.errors import ModelError
-    from model.speech_model import load_speech_model
+    from model.speech_model import RunAs, load_speech_model
     from realtime.pingpong.engine import EngineConfig, PingPongEngine
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device.startswith("cuda") and not torch.cuda.is_available():
         raise PlosiveError("model_unusable", f"there is no CUDA device here for {device!r}")
+    run_as = None if config.format == "auto" else cast(RunAs, config.format)
     try:
-        return PingPongEngine(
-            load_speech_model(path, name=path.name, device=device),
-            EngineConfig(num_slots=slots.num_slots, num_threads=config.num_threads or 1),
-            slots,
+        with progress_bar(_weight_bytes(path), f"loading {path.name}") as on_bytes:
+            model = load_speech_model(
+                path, name=path.name, device=device, run_as=run_as, on_bytes=on_bytes
+            )
+        if model.load_report.num_bytes >= _WORTH_A_LINE_BYTES:
+            print(f"Loaded {path.name} on {device}: {model.load_report}", flush=True)
+        engine_config = EngineConfig(
+            num_slots=slots.num_slots,
+            max_positions=config.max_context,
+            kv_memory_fraction=config.kv_fraction,
+            num_threads=config.num_threads or 1,
         )
+        return PingPongEngine(model, engine_config, slots)
     except (ModelError, OSError, RuntimeError) as error:
         raise PlosiveError("model_unusable", f"cannot load the model: {error}") from error
+
+
+def _weight_bytes(path: Path) -> int:
+    """Of a checkpoint's files; random weights are not read."""
+    from model.checkpoint_files import weight_files
+
+    return sum(file.stat().st_size for file in weight_files(path)) if path.is_dir() else 0
 
 
 def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | None = None) -> int:
