@@ -20,6 +20,7 @@ _RATES = {"mp3": (44_100, 32_000), "wav": _PCM_RATES, "pcm": _PCM_RATES, "opus":
 _MP3_KBPS = (64, 128, 192)
 _OPUS_AUTO = -1000
 _OPUS_KBPS = (24, 32, 48, 64)  # the SDK sends these, others bits per second
+MAX_SPEAKERS = 5  # as many as their model takes in one prompt
 _MIN_TOP_P = 0.01  # Fish allows 0
 
 
@@ -57,12 +58,31 @@ class Prosody(_Lenient):
     volume: float = Field(default=0.0, ge=-20.0, le=20.0)  # dB
 
 
+def _per_speaker(value: object) -> object:
+    """A list of clips is one speaker's."""
+    is_nested = isinstance(value, list) and any(isinstance(item, list) for item in value)
+    return value if is_nested or not isinstance(value, list) else [value]
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+_Id = Annotated[str, Field(max_length=256)]
+_Clips = Annotated[list[Reference], Field(max_length=16)]
+
+
 class TtsRequest(_Lenient):
-    """The last group has no meaning here: it steers how Fish cuts text and decodes."""
+    """Speakers, of whom one is usual: `text` names another by `<|speaker:N|>`, from 0. The last group
+    has no meaning here: it steers how Fish cuts text and decodes."""
 
     text: str = ""
-    reference_id: str | None = Field(default=None, max_length=256)
-    references: list[Reference] = Field(default=[], max_length=16)
+    reference_id: Annotated[list[_Id], BeforeValidator(_listed)] = Field(
+        [], max_length=MAX_SPEAKERS
+    )
+    references: Annotated[list[_Clips], BeforeValidator(_per_speaker)] = Field(
+        [], max_length=MAX_SPEAKERS
+    )
     format: str = "mp3"
     sample_rate: int | None = None
     mp3_bitrate: int = 128
@@ -150,11 +170,6 @@ def _decode(name: str, decode: Any, data: bytes) -> dict[str, Any]:
 
 def parse_request(data: dict[str, Any]) -> TtsRequest:
     """Raises PlosiveError `invalid_field` or `not_supported`, which name the field."""
-    references = data.get("references") or []
-    if isinstance(data.get("reference_id"), list):
-        raise _refusal("reference_id", "several speakers are not supported; give one id")
-    if isinstance(references, list) and any(isinstance(item, list) for item in references):
-        raise _refusal("references", "several speakers are not supported; give one list of clips")
     try:
         request = TtsRequest.model_validate(data)
     except ValidationError as error:

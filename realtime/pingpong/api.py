@@ -28,6 +28,7 @@ class EngineInfo:
     builtin_voices_path: Path | None
     max_segment_chars: int  # longer segments are outside what the model can speak well
     has_prompt: bool  # False: `prompt` is ignored with a warning
+    has_speakers: bool = False  # `<|speaker:N|>` in a text is said by the N-th speaker of its voice
 
     @property
     def frame_rate_hz(self) -> float:

@@ -26,6 +26,7 @@ _MARK = re.compile(
     rf"|(?P<pause>[,;:\u2013\u060c\u061b][{_CLOSERS}]*|[\u2014\uff0c\uff1b\uff1a\u3001])"
     r"|(?P<newline>\n\s*)"
 )
+SPEAKER_TAG = re.compile(r"<\|speaker:\d+\|>")
 _NON_SPACE = re.compile(r"\S")
 
 
@@ -69,6 +70,8 @@ def marks(text: str, is_final: bool, max_start: int) -> Iterator[Mark]:
         if match is None:  # the horizon made it look like the end of the text
             pos = found.start() + 1
             continue
+        if found.start() and SPEAKER_TAG.match(text, found.start()):  # another one speaks on
+            yield Mark(Kind.SENTENCE, found.start(), found.start())
         mark = _judge(text, match, is_final)
         yield mark
         if mark.kind is Kind.UNDECIDED:

@@ -9,7 +9,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
-from realtime.session.boundaries import Kind, Mark, marks
+from realtime.session.boundaries import SPEAKER_TAG, Kind, Mark, marks
 from realtime.session.script import CJK, clean, is_speakable
 
 _WORD_BORDER = re.compile(rf"\s+|(?<=[{CJK}])")
@@ -22,6 +22,7 @@ class SegmentPolicy:
     max_chars: int  # letters; a digit counts as several, since it is read as a word
     min_chars: int = 16  # a shorter sentence is joined with the next, unless it is the first
     first_clause_chars: int = 40  # the first segment may end with a clause of this length
+    has_speakers: bool = False  # a segment begins with the tag of whoever is speaking
 
     def __post_init__(self) -> None:
         assert self.max_chars > 0, self
@@ -30,7 +31,7 @@ class SegmentPolicy:
 @dataclass(frozen=True, slots=True)
 class Segment:
     """`text` is what is to be spoken; it lies within the turn's characters up to `end`, from the
-    end of the segment before it."""
+    end of the segment before it. (A speaker's tag may come from further back.)"""
 
     end: int
     text: str
@@ -42,6 +43,7 @@ class Segmenter:
         self._rest = ""  # not closed yet, without leading space
         self._offset = 0  # of `_rest` within the turn
         self._has_closed = False
+        self._speaker = ""  # the tag of the last one in what is closed
 
     def append(self, text: str) -> list[Segment]:
         """Add text; returns the segments that it closes."""
@@ -57,7 +59,8 @@ class Segmenter:
     def open_text(self) -> str:
         """What has arrived of the next segment, up to a word border; it may close shorter."""
         text = self._rest[: _num_fitting(self._rest, self._policy.max_chars)]
-        return clean(text[: _stable_end(text)])
+        text = clean(text[: _stable_end(text)])
+        return self._tagged(text) if text else ""
 
     def _close(self, is_final: bool) -> list[Segment]:
         segments: list[Segment] = []
@@ -72,10 +75,16 @@ class Segmenter:
         piece = self._rest[:end]
         self._rest = self._rest[end:]
         self._offset += end
+        text = self._tagged(clean(piece))
+        if self._policy.has_speakers and (tags := SPEAKER_TAG.findall(piece)):
+            self._speaker = tags[-1]
         if not is_speakable(piece):
             return []
         self._has_closed = True
-        return [Segment(self._offset, clean(piece))]
+        return [Segment(self._offset, text)]
+
+    def _tagged(self, text: str) -> str:
+        return text if SPEAKER_TAG.match(text) else self._speaker + text
 
     def _skip_space(self) -> None:
         rest = self._rest.lstrip()

@@ -38,6 +38,7 @@ class Turn:
             max_chars=info.max_segment_chars,
             min_chars=limits.min_segment_chars,
             first_clause_chars=limits.first_clause_chars,
+            has_speakers=info.has_speakers,
         )
         self.turn_id = turn_id
         self.settings = settings

@@ -182,7 +182,7 @@ async def test_unknown_voice_is_refused(tmp_path: Path) -> None:
         ({"prosody": {"speed": 9}}, 422, "prosody.speed"),
         ({"prosody": "fast"}, 422, "prosody"),
         ({"reference_id": ["a", "b"]}, 400, "reference_id"),
-        ({"references": [[{"audio": "", "text": ""}]]}, 400, "references"),
+        ({"references": [[{"audio": "", "text": "x"}]] * 2}, 400, "references"),
         ({"references": [{"audio": "*", "text": "x"}]}, 422, "base64"),
         ({"references": [{"audio": "AAAA", "text": "x"}]}, 422, "not audio"),
         ({"references": [{"audio": "AAAA", "text": " "}]}, 400, "text"),

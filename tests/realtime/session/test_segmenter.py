@@ -276,3 +276,41 @@ def test_digits_count_as_the_words_they_are_read_as() -> None:
     segments = segmenter.append(text) + segmenter.flush()
     assert "".join(segment.text for segment in segments).replace(" ", "") == text.replace(" ", "")
     assert all(len(segment.text.replace(" ", "")) <= 10 for segment in segments)
+
+
+SPEAKERS = SegmentPolicy(max_chars=40, min_chars=1, has_speakers=True)
+
+
+def spoken(segmenter: Segmenter, *pieces: str) -> list[str]:
+    segments = [segment for piece in pieces for segment in segmenter.append(piece)]
+    return [segment.text for segment in segments + segmenter.flush()]
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3, 200])
+def test_each_segment_begins_with_the_tag_of_its_speaker(num_pieces):
+    text = "Hi. <|speaker:1|>Hello you. And you?<|speaker:0|>Me too, me too, me too, me too, me."
+    size = -(-len(text) // num_pieces)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    assert spoken(Segmenter(SPEAKERS), *pieces) == [
+        "Hi.",
+        "<|speaker:1|>Hello you.",
+        "<|speaker:1|>And you?",
+        "<|speaker:0|>Me too, me too,",
+        "<|speaker:0|>me too, me too, me.",
+    ]
+
+
+def test_a_tag_alone_is_not_spoken_and_not_forgotten():
+    segmenter = Segmenter(SPEAKERS)
+    assert segmenter.append("<|speaker:1|> ") + segmenter.flush() == []
+    segmenter.append("Hello you and ")
+    assert segmenter.open_text == "<|speaker:1|>Hello you and"
+    assert [segment.text for segment in segmenter.flush()] == ["<|speaker:1|>Hello you and"]
+
+
+def test_without_speakers_tags_are_text():
+    policy = SegmentPolicy(max_chars=40, min_chars=1)
+    assert spoken(Segmenter(policy), "<|speaker:1|>Hi. And you?") == [
+        "<|speaker:1|>Hi.",
+        "And you?",
+    ]
