@@ -23,12 +23,21 @@ from torch import Tensor
 
 from ops import nvrtc, reference, reference_fp8
 from ops.linear_plans import ROWS_PER_TILE, Plan, plan_for
-from ops.quantize import Activation, BlockScaled, Kind, empty_block_scaled, quantize_rows
+from ops.quantize import (
+    Activation,
+    BlockScaled,
+    Kind,
+    PendingNorm,
+    empty_block_scaled,
+    quantize_rows,
+)
 from ops.reference_fp8 import BLOCK, ceil_div
 
 _TILE_BYTES = 128  # of K in a tile
 _CHUNK = 16  # bytes the swizzle moves
 _FEATURES_PER_TILE = 32  # of a gate and up tile: 8 rows of gate, 8 of up, ...
+
+Input = Activation | PendingNorm
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ def linear(
     The product with its bias is rounded to bf16, then the residual is added and rounded again.
 
     Args:
-        x: bf16 for a weight of kind "bf16", `BlockScaled` for "bsfp8".
+        x: bf16 for a weight of kind "bf16", `BlockScaled` for "bsfp8"; or a norm of that kind.
         bias: [N].
         residual: [M, N].
     """
@@ -152,7 +161,7 @@ def linear(
     return out
 
 
-def gate_up_swiglu(x: Activation, weight: PackedWeight) -> Activation:
+def gate_up_swiglu(x: Input, weight: PackedWeight) -> Activation:
     """silu(x @ gate.T) * (x @ up.T): [M, K] -> [M, F], of the weight's kind ("bsfp8": quantised).
 
     Rounded to bf16 where separate ops would: gate, up, silu, and the product before it is quantised.
@@ -172,8 +181,10 @@ def gate_up_swiglu(x: Activation, weight: PackedWeight) -> Activation:
     return scaled
 
 
-def _product(x: Activation, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+def _product(x: Input, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """The definition: fp32 sums of the dequantised values, rounded once."""
+    if isinstance(x, PendingNorm):
+        x = x.run()
     if not isinstance(x, BlockScaled):
         return reference.linear(x, weight.data, bias)
     assert weight.scale is not None
@@ -182,7 +193,7 @@ def _product(x: Activation, weight: PackedWeight, bias: Tensor | None) -> Tensor
 
 
 def launch(
-    x: Activation,
+    x: Input,
     weight: PackedWeight,
     out: Activation,
     *,
@@ -192,35 +203,86 @@ def launch(
 ) -> None:
     """Enqueue the kernel, with the plan for this shape unless another is given."""
     num_rows, num_columns = x.shape
-    is_fp8 = isinstance(x, BlockScaled)
-    num_features = out.shape[1]
+    is_fp8, is_gate_up = weight.kind == "bsfp8", weight.is_gate_up
     if plan is None:
-        plan = plan_for(weight.kind, num_rows, weight.out_features, num_columns, weight.is_gate_up)
-    values = x.data if isinstance(x, BlockScaled) else x
-    scales = x.scale if isinstance(x, BlockScaled) else None
-    target = out.data if isinstance(out, BlockScaled) else out
-    target_scales = out.scale if isinstance(out, BlockScaled) else None
+        plan = plan_for(
+            weight.kind,
+            num_rows,
+            weight.out_features,
+            num_columns,
+            is_gate_up=is_gate_up,
+            has_norm=isinstance(x, PendingNorm),
+        )
+    if isinstance(x, PendingNorm) and plan.norm == 0:
+        x = x.run()
+    if isinstance(x, PendingNorm):
+        norm = _Norm(x.x.data_ptr(), x.weight.data_ptr(), x.eps, num_rows, num_columns)
+        tensor_map, scale = _NO_TENSOR_MAP, None
+    else:
+        norm = _NO_NORM
+        tensor_map, scale = _activation(x, plan.cols)
     num_blocks = weight.data.shape[1]
-    row_tiles = weight.data.shape[0] // plan.warpgroups
-    kernel = nvrtc.kernel("linear.cu", "linear", defines=plan.defines(is_fp8, weight.is_gate_up))
-    integers = (num_rows, num_features, num_blocks, ceil_div(num_rows, 4) * 4)
+    kernel = nvrtc.kernel(
+        "linear.cu", "linear", defines=plan.defines(is_fp8, is_gate_up, num_columns)
+    )
     kernel.launch(
-        (row_tiles * plan.split, ceil_div(num_rows, plan.cols)),
+        (weight.data.shape[0] // plan.warpgroups * plan.split, ceil_div(num_rows, plan.cols)),
         (128 * plan.warpgroups + 32,),
         [
-            _tensor_map(values.data_ptr(), num_rows, num_columns, values.element_size(), plan.cols),
+            tensor_map,
+            norm,
             weight.data,
             weight.tile_scale,
-            scales,
-            bias,
-            residual,
-            target,
-            target_scales,
-            *(ctypes.c_int32(value) for value in integers),
+            scale,
+            _output(out, bias, residual),
+            ctypes.c_int32(num_blocks),
+            ctypes.c_int32(plan.prefetch),
         ],
-        shared_bytes=plan.shared_bytes(is_fp8, weight.is_gate_up, num_blocks),
-        cluster=(plan.cluster(weight.is_gate_up, is_fp8), 1, 1),
+        shared_bytes=plan.shared_bytes(is_fp8, is_gate_up, num_blocks),
+        cluster=(plan.cluster(is_gate_up, is_fp8), 1, 1),
     )
+
+
+class _Norm(ctypes.Structure):
+    """`NormInput` of linear_norm.cuh."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("num_rows", ctypes.c_int32),
+        ("num_columns", ctypes.c_int32),
+    )
+
+
+class _Output(ctypes.Structure):
+    """`Output` of linear_epilogue.cuh."""
+
+    _fields_ = (
+        ("bias", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("num_rows", ctypes.c_int32),
+        ("num_features", ctypes.c_int32),
+        ("scale_stride", ctypes.c_int32),
+    )
+
+
+_NO_NORM = _Norm()
+_NO_TENSOR_MAP = (ctypes.c_uint64 * 16)()
+
+
+def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _Output:
+    values, scale = (out.data, out.scale) if isinstance(out, BlockScaled) else (out, None)
+    pointers = [None if t is None else t.data_ptr() for t in (bias, residual, values, scale)]
+    num_rows, num_features = values.shape
+    return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
+
+
+def _activation(x: Activation, cols: int) -> tuple[ctypes.Array[ctypes.c_uint64], Tensor | None]:
+    values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
+    return _tensor_map(values.data_ptr(), *values.shape, values.element_size(), cols), scale
 
 
 @functools.lru_cache(maxsize=4096)
@@ -258,14 +320,17 @@ def _check_shape(matrix: Tensor, is_gate_up: bool) -> tuple[int, int]:
     return num_rows, num_columns
 
 
-def _check_input(x: Activation, weight: PackedWeight) -> None:
+def _check_input(x: Input, weight: PackedWeight) -> None:
     kind = "bsfp8" if isinstance(x, BlockScaled) else "bf16"
+    if isinstance(x, PendingNorm):
+        kind = x.kind
     assert kind == weight.kind, f"{kind} rows, {weight.kind} weight"
     assert x.shape[1] == weight.in_features, (x.shape, weight.in_features)
     assert x.device == weight.device, (x.device, weight.device)
-    if isinstance(x, Tensor) and x.device.type == "cuda":
-        assert x.dtype == torch.bfloat16 and x.is_contiguous(), (x.dtype, x.stride())
-        assert x.data_ptr() % 16 == 0, x.data_ptr()
+    rows = x.data if isinstance(x, BlockScaled) else x.x if isinstance(x, PendingNorm) else x
+    if x.device.type == "cuda":
+        assert rows.is_contiguous() and rows.data_ptr() % 16 == 0, (rows.stride(), rows.data_ptr())
+        assert isinstance(x, BlockScaled) or rows.dtype == torch.bfloat16, rows.dtype
 
 
 def tile(matrix: Tensor, padded_rows: int = BLOCK) -> Tensor:

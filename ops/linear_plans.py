@@ -9,6 +9,7 @@ from ops.reference_fp8 import ceil_div
 
 ROWS_PER_TILE = 64
 _TILE_BYTES = 8192
+_MAX_OWN_EXCHANGE = 16384  # a larger one lies in the ring, when that is done with
 _WIDTHS = (8, 16, 32, 64, 96, 128)
 
 
@@ -21,8 +22,9 @@ class Plan:
         warpgroups: 64 rows of the weight each.
         stages: K tiles in flight per CTA.
         split: CTAs that share a tile's K.
-        prefetch: bytes of weights a CTA asks into the L2 beyond its ring before it waits.
+        prefetch: K tiles a CTA asks into the L2 beyond its ring before it waits.
         blocks_per_sm: CTAs an SM must have registers for.
+        norm: rows that every CTA normalises itself; 0 if x comes normalised.
     """
 
     cols: int
@@ -31,8 +33,10 @@ class Plan:
     split: int
     prefetch: int = 0
     blocks_per_sm: int = 1
+    norm: int = 0
 
-    def defines(self, is_fp8: bool, is_gate_up: bool) -> dict[str, int | str]:
+    def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
+        values_per_pass = 8 * 128 * self.warpgroups
         return {
             "IS_FP8": int(is_fp8),
             "GATE_UP": int(is_gate_up),
@@ -40,8 +44,11 @@ class Plan:
             "WARPGROUPS": self.warpgroups,
             "STAGES": self.stages,
             "SPLIT": self.split,
-            "PREFETCH": self.prefetch,
             "BLOCKS_PER_SM": self.blocks_per_sm,
+            "NORM": self.norm,
+            "ITEMS": ceil_div(ceil_div(in_features, 128) * 128, values_per_pass)
+            if self.norm
+            else 1,
         }
 
     def cluster(self, is_gate_up: bool, is_fp8: bool) -> int:
@@ -50,18 +57,30 @@ class Plan:
 
     def shared_bytes(self, is_fp8: bool, is_gate_up: bool, num_blocks: int) -> int:
         """Dynamic shared memory, as the kernel lays it out."""
-        stage = self.warpgroups * _TILE_BYTES + self.cols * 128 + is_fp8 * self.cols * 4
+        most_blocks = ceil_div(num_blocks, self.split)
+        row_bytes = 128 + 4 * is_fp8  # of a block of an activation
         exchange = 0
         if is_gate_up and is_fp8:
-            exchange = (128 // 8 + 1) * self.cols * 4
+            exchange = 4 * 17 * self.cols
         elif self.split > 1:
-            exchange = ROWS_PER_TILE * self.warpgroups * self.cols * 4
-        scales = is_fp8 * ceil_div(num_blocks, self.split) * self.warpgroups * 8
-        return self.stages * (stage + 16) + exchange + scales
+            exchange = 4 * ROWS_PER_TILE * self.warpgroups * self.cols
+        return (
+            self.stages * (self.warpgroups * _TILE_BYTES + 16)
+            + (most_blocks if self.norm else self.stages) * self.cols * row_bytes
+            + (exchange if exchange <= _MAX_OWN_EXCHANGE else 0)
+            + is_fp8 * most_blocks * self.warpgroups * 8
+            + self.norm * self.warpgroups * 16
+        )
 
 
 def plan_for(
-    kind: Kind, num_rows: int, out_features: int, in_features: int, is_gate_up: bool
+    kind: Kind,
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    *,
+    is_gate_up: bool = False,
+    has_norm: bool = False,
 ) -> Plan:
     """The plan for x [num_rows, in_features] and a weight [out_features, in_features]."""
     cols = next((width for width in _WIDTHS if num_rows <= width), _WIDTHS[-1])
@@ -72,4 +91,5 @@ def plan_for(
         tiles = ceil_div(out_features, ROWS_PER_TILE * warpgroups)
         while split < 8 and tiles * split < 160 and num_blocks >= 4 * split:
             split *= 2
-    return Plan(cols, warpgroups, 6 if warpgroups == 1 else 4, split)
+    norm = next(rows for rows in (1, 2, 4) if num_rows <= rows) if has_norm else 0
+    return Plan(cols, warpgroups, 6 if warpgroups == 1 else 4, split, norm=norm)

@@ -28,7 +28,7 @@ from torch import Tensor
 SOURCES = Path(__file__).parent / "csrc"
 
 Scalar = ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float | ctypes.c_uint32 | ctypes.c_uint64
-Argument = Tensor | Scalar | ctypes.Array[ctypes.c_uint64] | None  # the array: a tensor map
+Argument = Tensor | Scalar | ctypes.Structure | ctypes.Array[ctypes.c_uint64] | None
 Dim = tuple[int, ...]
 _LaunchKey = tuple[Dim, Dim, int, Dim, bool, int]
 
@@ -68,7 +68,7 @@ class Kernel:
         Args:
             grid, block, cluster: up to three numbers, x first.
             args: tensors on the current device go as pointers (None as a null pointer), scalars as
-                ctypes values of exactly the type the kernel declares.
+                ctypes values of exactly the type the kernel declares; a tensor map is 16 u64.
             is_dependent: programmatic dependent launch: the kernel may start while the one before
                 it in the stream drains, and must run `griddepcontrol.wait` before it touches
                 anything another kernel reads or writes.

@@ -18,6 +18,8 @@ from ops.reference_fp8 import BLOCK, ceil_div
 
 Kind = Literal["bf16", "bsfp8"]
 
+MAX_PENDING_ROWS = 4
+_MAX_PENDING_COLUMNS = 4096
 _VALUES_PER_THREAD = 8  # 16 bytes of bf16
 _MAX_THREADS = 512
 
@@ -67,6 +69,32 @@ class BlockScaled:
 
 
 Activation = Tensor | BlockScaled
+
+
+@dataclass(frozen=True)
+class PendingNorm:
+    """rms_norm(x, weight, eps, kind) that the kernel of the next linear does itself.
+
+    Attributes:
+        x: bf16 [M, C], M at most `MAX_PENDING_ROWS`.
+        weight: bf16 [C].
+    """
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+    kind: Kind
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.x.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    def run(self) -> Activation:
+        return rms_norm(self.x, self.weight, self.eps, self.kind)
 
 
 def scale_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
@@ -131,6 +159,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> Activation:
     args = [x, weight, scaled.data, scaled.scale, ctypes.c_float(eps)]
     kernel.launch((num_rows,), (threads,), [*args, *_ints(num_rows, num_columns, stride)])
     return scaled
+
+
+def norm_for_linear(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> Activation | PendingNorm:
+    """`rms_norm` for a linear alone: left to the linear's kernel where that saves a launch.
+
+    With few rows, that each CTA of the linear normalises them again costs less than a kernel that
+    all of them wait for. The sum of squares is added up in another order than in `rms_norm`.
+    """
+    num_rows, num_columns = x.shape
+    is_small = num_rows <= MAX_PENDING_ROWS and num_columns <= _MAX_PENDING_COLUMNS
+    if x.device.type == "cuda" and is_small and num_columns % _VALUES_PER_THREAD == 0:
+        return PendingNorm(x, weight, eps, kind)
+    return rms_norm(x, weight, eps, kind)
 
 
 def _threads(num_columns: int) -> int:

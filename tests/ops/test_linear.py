@@ -13,7 +13,15 @@ from ops import linear as packed_linear
 from ops import nvrtc, reference, reference_fp8
 from ops.linear import gate_up_swiglu, linear, pack_bf16, pack_fp8, tile, unpack, untile
 from ops.linear_plans import Plan, plan_for
-from ops.quantize import BlockScaled, quantize_rows, quantize_weight
+from ops.quantize import (
+    MAX_PENDING_ROWS,
+    BlockScaled,
+    PendingNorm,
+    norm_for_linear,
+    quantize_rows,
+    quantize_weight,
+    rms_norm,
+)
 
 S2_PRO = [(6144, 2560), (2560, 4096), (2560, 9728), (4097, 2560)]
 OTHERS = [(2048, 1024), (1024, 2048), (1024, 3072), (448, 320), (320, 832), (1024, 640)]
@@ -163,24 +171,37 @@ PLANS = [
 ]
 
 
+def plans():
+    """Every plan of the shapes above: (plan, kind, N, K, rows, is gate and up)."""
+    for (n, k), num_rows, kind, up in PLANS:
+        yield plan_for(kind, num_rows, n, k, is_gate_up=up), kind, n, k, num_rows, up
+        if num_rows <= MAX_PENDING_ROWS and k <= 2560:
+            plan = plan_for(kind, num_rows, n, k, is_gate_up=up, has_norm=True)
+            yield plan, kind, n, k, num_rows, up
+
+
 def test_every_plan_fits_an_sm():
-    for (n, k), num_rows, kind, is_gate_up in PLANS:
-        plan = plan_for(kind, num_rows, n, k, is_gate_up)
+    for plan, kind, n, k, num_rows, up in plans():
         blocks = -(-k // 128) * (1 if kind == "bsfp8" else 2)
-        shared = plan.shared_bytes(kind == "bsfp8", is_gate_up, blocks)
+        shared = plan.shared_bytes(kind == "bsfp8", up, blocks)
         assert shared <= 227 * 1024, (plan, n, k)
-        assert plan.split <= min(blocks, 8) and plan.cluster(is_gate_up, kind == "bsfp8") <= 8
+        assert plan.split <= min(blocks, 8) and plan.cluster(up, kind == "bsfp8") <= 8
         assert plan.cols >= num_rows, (plan, num_rows)
+        assert plan.norm == 0 or num_rows <= plan.norm <= plan.cols, (plan, num_rows)
+
+
+def variants():
+    """Defines of every variant in use."""
+    unique = {
+        tuple(plan.defines(kind == "bsfp8", up, k).items()) for plan, kind, _, k, _, up in plans()
+    }
+    return [dict(variant) for variant in sorted(unique)]
 
 
 def test_every_variant_in_use_compiles():
     pytest.importorskip("cuda.bindings.nvrtc")
-    variants = {
-        tuple(plan_for(kind, num_rows, n, k, up).defines(kind == "bsfp8", up).items())
-        for (n, k), num_rows, kind, up in PLANS
-    }
-    for variant in sorted(variants):
-        assert nvrtc.compile_source("linear.cu", "sm_90a", dict(variant))[:4] == b"\x7fELF"
+    for defines in variants():
+        assert nvrtc.compile_source("linear.cu", "sm_90a", defines)[:4] == b"\x7fELF"
 
 
 def poisoned_launch(x, weight, num_features, **options):
@@ -248,13 +269,36 @@ def test_gate_up_kernels(n, k, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize(("n", "k"), [(6144, 2560), (2048, 1024), (448, 320), (4097, 2560)])
+def test_kernels_that_normalise(n, k, kind):
+    """Against the two ops; the sums of squares differ in their last bits."""
+    weight = packed(random_weight(n, k, "cuda"), kind)
+    both = packed(random_weight(1280, k, "cuda"), kind, is_gate_up=True)
+    norm = random_rows(1, k, "cuda")[0]
+    for num_rows in range(1, MAX_PENDING_ROWS + 1):
+        x = random_rows(num_rows, k, "cuda") * 5
+        pending, normed = norm_for_linear(x, norm, 1e-6, kind), rms_norm(x, norm, 1e-6, kind)
+        assert isinstance(pending, PendingNorm)
+        out = poisoned_launch(pending, weight, n)
+        assert error(out, linear(normed, weight).double()) < MAX_ERROR, num_rows
+        activated = poisoned_launch(pending, both, 640)
+        expected = gate_up_swiglu(normed, both)
+        if kind == "bsfp8":
+            activated, expected = activated.dequantize(), expected.dequantize()
+        assert error(activated, expected.double()) < 1e-2, num_rows
+    many = random_rows(MAX_PENDING_ROWS + 1, k, "cuda")
+    assert not isinstance(norm_for_linear(many, norm, 1e-6, kind), PendingNorm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
 def test_a_row_does_not_depend_on_its_neighbours(kind):
     """Bit for bit while the plan is the same one."""
     weight = packed(random_weight(2560, 4096, "cuda"), kind)
     x = random_rows(128, 4096, "cuda")
     whole = linear(activation(x, kind), weight)
     for first, last in ((0, 128), (3, 128), (50, 128), (64, 128)):
-        plan = plan_for(kind, 128, 2560, 4096, False)
+        plan = plan_for(kind, 128, 2560, 4096)
         part = poisoned_launch(activation(x[first:last], kind), weight, 2560, plan=plan)
         assert torch.equal(part, whole[first:last])
 

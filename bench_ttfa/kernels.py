@@ -1,0 +1,292 @@
+"""Times of the linear layers and of the MLP block at decode shapes, on one CUDA device.
+
+    python -m bench_ttfa.kernels [--rows 1,16,64,128] [--json FILE] [--no-compile]
+
+Every figure is the median of replays of one CUDA graph that runs the op many times over rotating
+copies of its weights, together at least twice the L2: weights are cold, as they are in a model;
+activations are warm. GB/s counts the weights and their scales, once. Comparators run in the same
+process on the same weights: torch's bf16, its block-scaled `scaled_mm`, and `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops import reference
+from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
+from ops.quantize import Kind, quantize_rows, quantize_weight
+
+LINEARS = {
+    "wqkv": (6144, 2560),
+    "wo": (2560, 4096),
+    "gate_up": (19456, 2560),
+    "down": (2560, 9728),
+}
+MLP = "mlp block"
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_MIN_CALLS = 24  # per graph: its start is then little of the time
+_REPLAYS = 30
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One op at one number of rows.
+
+    Attributes:
+        us: per call.
+        gb_per_s: of weight bytes.
+    """
+
+    op: str
+    variant: str
+    rows: int
+    us: float
+    gb_per_s: float
+
+
+def graph_us(calls: Sequence[Call], replays: int = _REPLAYS) -> float:
+    """Microseconds per call: the median of replays of a graph that makes all the calls in turn."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = _event(), _event()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times) / len(calls)
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def num_copies(num_bytes: int) -> int:
+    """How many copies of the weights exceed the L2 twice."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    return min(256, -(-2 * l2_bytes // num_bytes) + 1)
+
+
+def rotated(make: Callable[[int], Call], copies: int) -> list[Call]:
+    """Calls that use copy 0, 1, ... in turn, at least once each."""
+    made = [make(i) for i in range(copies)]
+    count = -(-_MIN_CALLS // copies) * copies
+    return [made[i % copies] for i in range(count)]
+
+
+def copy_bandwidth() -> float:
+    """GB/s of a large copy on the device, counting bytes read and written."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    us = graph_us([lambda: target.copy_(source)] * 2, replays=5)
+    return 2 * source.numel() / us / 1000
+
+
+def random_matrix(num_rows: int, num_columns: int) -> Tensor:
+    weight: Tensor = torch.randn(num_rows, num_columns, device="cuda") / num_columns**0.5
+    return weight.bfloat16()
+
+
+def pack(weight: Tensor, kind: Kind, *, is_gate_up: bool = False) -> PackedWeight:
+    if kind == "bf16":
+        return pack_bf16(weight, is_gate_up=is_gate_up)
+    return pack_fp8(*quantize_weight(weight), is_gate_up=is_gate_up)
+
+
+def weight_bytes(shapes: Sequence[tuple[int, int]], kind: Kind) -> int:
+    values = sum(n * k for n, k in shapes)
+    return values * 2 if kind == "bf16" else values + values // 128**2 * 4
+
+
+def shapes_of(op: str) -> list[tuple[int, int]]:
+    return [LINEARS["gate_up"], LINEARS["down"]] if op == MLP else [LINEARS[op]]
+
+
+def our_calls(op: str, kind: Kind, copies: int) -> Callable[[int], list[Call]]:
+    """A function from the number of rows to the calls; the packed weights are made once."""
+    packed = []
+    for _ in range(copies):
+        weights = [random_matrix(n, k) for n, k in shapes_of(op)]
+        packed.append(
+            [
+                pack(w, kind, is_gate_up=op in (MLP, "gate_up") and i == 0)
+                for i, w in enumerate(weights)
+            ]
+        )
+
+    def calls(num_rows: int) -> list[Call]:
+        x = torch.randn(num_rows, shapes_of(op)[0][1], device="cuda").bfloat16()
+        scaled = x if kind == "bf16" else quantize_rows(x)
+
+        def make(i: int) -> Call:
+            first, last = packed[i][0], packed[i][-1]
+            if op == "gate_up":
+                return lambda: gate_up_swiglu(scaled, first)
+            if op != MLP:
+                return lambda: linear(scaled, first)
+            if kind == "bf16":
+                return lambda: linear(gate_up_swiglu(x, first), last)
+            return lambda: linear(gate_up_swiglu(quantize_rows(x), first), last)
+
+        return rotated(make, copies)
+
+    return calls
+
+
+def _torch_op(op: str) -> Callable[[Tensor, list[Tensor]], Tensor]:
+    def one(x: Tensor, weights: list[Tensor]) -> Tensor:
+        return F.linear(x, weights[0])
+
+    def gate_up(x: Tensor, weights: list[Tensor]) -> Tensor:
+        return reference.swiglu(F.linear(x, weights[0]))
+
+    def mlp(x: Tensor, weights: list[Tensor]) -> Tensor:
+        return F.linear(gate_up(x, weights), weights[1])
+
+    return {MLP: mlp, "gate_up": gate_up}.get(op, one)
+
+
+def torch_calls(op: str, copies: int, *, is_compiled: bool) -> Callable[[int], list[Call]]:
+    weights = [[random_matrix(n, k) for n, k in shapes_of(op)] for _ in range(copies)]
+    run: Callable[..., Any] = _torch_op(op)
+    if is_compiled:
+        run = torch.compile(run, dynamic=False)
+
+    def calls(num_rows: int) -> list[Call]:
+        x = torch.randn(num_rows, shapes_of(op)[0][1], device="cuda").bfloat16()
+        return rotated(lambda i: lambda: run(x, weights[i]), copies)
+
+    return calls
+
+
+def scaled_mm_calls(op: str, copies: int) -> Callable[[int], list[Call]]:
+    """torch's block-scaled product on rows that are quantised already (its MLP is not compared)."""
+    weights = [quantize_weight(random_matrix(*LINEARS[op])) for _ in range(copies)]
+    block = F.ScalingType
+
+    def calls(num_rows: int) -> list[Call]:
+        x = quantize_rows(torch.randn(num_rows, LINEARS[op][1], device="cuda").bfloat16())
+        scale = x.scale.t()[:num_rows]
+
+        def make(i: int) -> Call:
+            data, weight_scale = weights[i]
+            return lambda: F.scaled_mm(
+                x.data,
+                data.t(),
+                scale,
+                block.BlockWise1x128,
+                weight_scale.t(),
+                block.BlockWise128x128,
+                output_dtype=torch.bfloat16,
+            )
+
+        return rotated(make, copies)
+
+    return calls
+
+
+def measure(op: str, rows: Sequence[int], *, has_compile: bool) -> list[Timing]:
+    """All variants of one op, at every number of rows; one that does not run is left out, with a
+    line on stderr."""
+    copies = {kind: num_copies(weight_bytes(shapes_of(op), kind)) for kind in ("bf16", "bsfp8")}
+    variants: list[tuple[str, Kind, Callable[[], Callable[[int], list[Call]]]]] = [
+        ("bsfp8", "bsfp8", lambda: our_calls(op, "bsfp8", copies["bsfp8"])),
+        ("bf16", "bf16", lambda: our_calls(op, "bf16", copies["bf16"])),
+        ("torch bf16", "bf16", lambda: torch_calls(op, copies["bf16"], is_compiled=False)),
+    ]
+    if op != MLP:
+        variants.append(("scaled_mm", "bsfp8", lambda: scaled_mm_calls(op, copies["bsfp8"])))
+    if has_compile:
+        variants.append(
+            ("compile bf16", "bf16", lambda: torch_calls(op, copies["bf16"], is_compiled=True))
+        )
+    timings = []
+    for name, kind, prepare in variants:
+        num_bytes = weight_bytes(shapes_of(op), kind)
+        try:
+            calls = prepare()
+            for num_rows in rows:
+                us = graph_us(calls(num_rows))
+                timings.append(Timing(op, name, num_rows, us, num_bytes / us / 1000))
+        except (RuntimeError, AttributeError, TypeError, ValueError) as error:
+            print(f"{op}: {name} does not run here: {str(error)[:200]}", file=sys.stderr)
+        torch.cuda.empty_cache()
+    return timings
+
+
+def table(timings: Sequence[Timing], bandwidth: float) -> str:
+    """One line per op and number of rows."""
+    lines = [
+        f"{'op':10} rows {'variant':13} {'us':>7} {'GB/s':>6} {'of copy':>7}  times as fast as"
+    ]
+    ordered = sorted(timings, key=lambda t: (t.op, t.rows))
+    for (op, rows), group in itertools.groupby(ordered, key=lambda t: (t.op, t.rows)):
+        cell = list(group)
+        for timing in cell:
+            others = [t for t in cell if t.variant not in ("bf16", "bsfp8")]
+            ratios = ", ".join(f"{t.variant} {t.us / timing.us:.2f}" for t in others)
+            is_ours = timing not in others
+            lines.append(
+                f"{op:10} {rows:4} {timing.variant:13} {timing.us:7.2f} {timing.gb_per_s:6.0f} "
+                f"{timing.gb_per_s / bandwidth:7.0%}  {ratios if is_ours else ''}".rstrip()
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench_ttfa.kernels", description=__doc__.split("\n")[0])
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
+    parser.add_argument("--ops", default=",".join((*LINEARS, MLP)), help="which ops")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("bench_ttfa.kernels needs a CUDA device", file=sys.stderr)
+        return 1
+    warnings.simplefilter("ignore")
+    rows = [int(number) for number in options.rows.split(",")]
+    bandwidth = copy_bandwidth()
+    name = torch.cuda.get_device_name()
+    print(f"{name}: a copy moves {bandwidth:.0f} GB/s; torch {torch.__version__}")
+    timings = [
+        timing
+        for op in options.ops.split(",")
+        for timing in measure(op, rows, has_compile=not options.no_compile)
+    ]
+    print(table(timings, bandwidth))
+    if options.json:
+        record = {"device": name, "torch": torch.__version__, "copy_gb_per_s": bandwidth}
+        record["timings"] = [asdict(timing) for timing in timings]
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+// Sizes of one variant of linear.cu, from its defines.
+#pragma once
+
+#include "wgmma.cuh"
+
+namespace {
+
+constexpr int kTileBytes = 8192;
+constexpr int kRows = 64 * WARPGROUPS;  // of the weight, per CTA
+constexpr int kConsumers = 128 * WARPGROUPS;
+constexpr int kThreads = kConsumers + 32;
+constexpr int kWeightBytes = kTileBytes * WARPGROUPS;
+constexpr int kActBytes = COLS * 128;
+constexpr int kStageBytes = kWeightBytes + (NORM ? 0 : kActBytes);
+constexpr int kFeatures = 32 * WARPGROUPS;  // of SwiGLU, per CTA
+constexpr bool kQuantises = GATE_UP && IS_FP8;
+constexpr int kCluster = kQuantises ? 128 / kFeatures : SPLIT;
+constexpr int kExchangeBytes = 4 * (kQuantises ? 17 * COLS : SPLIT > 1 ? kRows * COLS : 0);
+constexpr bool kExchangesInRing = kExchangeBytes > 16384;
+constexpr int kUnits = COLS / 8;            // 8 x 8 fragments in 8 rows
+constexpr int kGroups = kRows / 8 / SPLIT;  // 8-row groups that a CTA of the cluster finishes
+
+static_assert(!GATE_UP || SPLIT == 1, "SwiGLU needs whole sums");
+static_assert(kRows / 8 % SPLIT == 0, "every rank finishes as many rows");
+static_assert(!kExchangesInRing || kExchangeBytes <= STAGES * kStageBytes, "the ring is too short");
+static_assert(NORM <= COLS && COLS % 8 == 0, "rows to normalise");
+
+DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
+
+}  // namespace

@@ -1,0 +1,57 @@
+// e4m3 with a scale per 128 values, in the definition's operations, one rounding each.
+#pragma once
+
+#include "common.cuh"
+
+namespace {
+
+struct alignas(16) Bf16x8 {
+  __nv_bfloat162 pairs[4];
+};
+
+DEVICE void unpack(float (&out)[8], const Bf16x8& in) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = __bfloat1622float2(in.pairs[i]);
+    out[2 * i] = pair.x, out[2 * i + 1] = pair.y;
+  }
+}
+
+struct Quantised {
+  uint2 values;  // 8 of e4m3
+  float scale;
+};
+
+// Of the 128 values that 16 neighbouring threads hold; whole warps call this.
+DEVICE Quantised quantize_group(const float (&x)[8]) {
+  float amax = 1e-10f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2)
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, offset));
+  const float factor = 448.f / amax;
+  u32 packed[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const auto low = __nv_cvt_float2_to_fp8x2({x[4 * i] * factor, x[4 * i + 1] * factor},
+                                              __NV_SATFINITE, __NV_E4M3);
+    const auto high = __nv_cvt_float2_to_fp8x2({x[4 * i + 2] * factor, x[4 * i + 3] * factor},
+                                               __NV_SATFINITE, __NV_E4M3);
+    packed[i] = static_cast<u32>(low) | static_cast<u32>(high) << 16;
+  }
+  return {{packed[0], packed[1]}, 1.f / factor};
+}
+
+// x * factor rounded to bf16, then times the weight, rounded.
+DEVICE Bf16x8 scale_rounded(const float (&x)[8], float factor, const Bf16x8& weight) {
+  Bf16x8 result;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const __nv_bfloat162 normed = __floats2bfloat162_rn(x[2 * i] * factor, x[2 * i + 1] * factor);
+    result.pairs[i] = __hmul2_rn(normed, weight.pairs[i]);
+  }
+  return result;
+}
+
+}  // namespace
