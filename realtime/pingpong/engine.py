@@ -135,7 +135,6 @@ class PingPongEngine:
             max_segment_chars=serving.max_segment_chars,
             has_prompt=serving.has_prompt,
             has_speakers=serving.front_end == "none",  # others would read the tags out
-            has_speakers=serving.front_end == "none",  # others would read the tags out
         )
 
     @property
