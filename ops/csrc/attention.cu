@@ -70,43 +70,43 @@ DEVICE void merge(Shared& shared, const Output& out, int row, int first_head, in
 }
 
 #if IS_FUSED
-struct Projected {  // a row before norm and rotation, and where its keys and values go
-  const bf16* heads;
-  const bf16* qk_norm;
-  const float2* turns;  // of the row's position
-  bf16* key_target;
-  i64 values_offset;
-  float eps;
-  int num_heads, num_kv_heads, kv_head;
-};
+constexpr int LANES = HeadLanes<D>::COUNT;
+constexpr int AT_ONCE = WARPS * HeadLanes<D>::PER_WARP;  // heads that the warps norm and rotate
+constexpr int ROUNDS = (GROUP + 2 + AT_ONCE - 1) / AT_ONCE;
 
-// Norms and rotates the group's queries into shared memory, and if `is_owner` the key and the value
-// of the row's position into shared memory and their page.
-DEVICE void prepare_heads(Shared& shared, const Projected& from, bool is_owner) {
-  constexpr int LANES = HeadLanes<D>::COUNT;
-  constexpr int AT_ONCE = WARPS * HeadLanes<D>::PER_WARP, ALL = GROUP + 2;
-  const int offset = threadIdx.x % LANES * 8, key_head = from.num_heads + from.kv_head;
-#pragma unroll
-  for (int first = 0; first < ALL; first += AT_ONCE) {
-    const int task = first + threadIdx.x / LANES;
-    const int head = task < GROUP    ? from.kv_head * GROUP + task
-                     : task == GROUP ? key_head
-                                     : key_head + from.num_kv_heads;
-    const uint4 values = *reinterpret_cast<const uint4*>(from.heads + head * D + offset);
-    const bf16* weight =
-        from.qk_norm == nullptr ? nullptr : from.qk_norm + (task > GROUP ? 0 : head) * D;
-    const uint4 rotated = rotated_head<D>(values, weight, from.eps, from.turns, offset);
-    if (task < GROUP) {
-      *reinterpret_cast<uint4*>(&shared.queries[task][offset]) = rotated;
-    } else if (task == GROUP && is_owner) {
-      *reinterpret_cast<uint4*>(&shared.keys[offset]) = rotated;
-      *reinterpret_cast<uint4*>(from.key_target + offset) = rotated;
-    } else if (task == GROUP + 1 && is_owner) {
-      *reinterpret_cast<uint4*>(&shared.values[offset]) = values;
-      *reinterpret_cast<uint4*>(from.key_target + from.values_offset + offset) = values;
+// A row before norm and rotation. Its heads that belong to one key/value head are GROUP queries, then
+// the key, then the value; `round` after `round`, this thread has eight values of one of them.
+struct Projected {
+  int num_heads, num_kv_heads, kv_head;
+
+  DEVICE int part(int round) const { return round * AT_ONCE + threadIdx.x / LANES; }
+  DEVICE int offset() const { return threadIdx.x % LANES * 8; }
+  DEVICE int head(int round) const {
+    const int at = part(round);
+    if (at < GROUP) return kv_head * GROUP + at;
+    return num_heads + kv_head + (at == GROUP ? 0 : num_kv_heads);
+  }
+  DEVICE HeadTables tables(int round, const bf16* qk_norm, const float2* turns) const {
+    const int rotated = part(round) > GROUP ? 0 : head(round);  // values are not
+    return load_tables(qk_norm == nullptr ? nullptr : qk_norm + rotated * D, turns, offset());
+  }
+
+  // Queries into shared memory, and key and value too and to `key_target` in their page, if that is
+  // not null.
+  DEVICE void store(Shared& shared, int round, uint4 values, uint4 rotated, bf16* key_target,
+                    i64 values_offset) const {
+    const int at = part(round);
+    if (at < GROUP) {
+      *reinterpret_cast<uint4*>(&shared.queries[at][offset()]) = rotated;
+    } else if (at == GROUP && key_target != nullptr) {
+      *reinterpret_cast<uint4*>(&shared.keys[offset()]) = rotated;
+      *reinterpret_cast<uint4*>(key_target + offset()) = rotated;
+    } else if (at == GROUP + 1 && key_target != nullptr) {
+      *reinterpret_cast<uint4*>(&shared.values[offset()]) = values;
+      *reinterpret_cast<uint4*>(key_target + values_offset + offset()) = values;
     }
   }
-}
+};
 #endif
 
 // Grid: (splits, H_kv, M), clusters of `splits` CTAs: 1, 2, 4 or 8, with at most 32 warps.
@@ -140,16 +140,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   }
   Accumulator<D> acc;
 #if IS_FUSED
-  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
-  const bool is_owner = last_tile % ways / WARPS == rank;
-  bf16* key_target = nullptr;
-  if (is_owner)
+  bf16* key_target = nullptr;  // the CTA that reads the last tile writes the row's own position
+  if (last_tile % ways / WARPS == rank)
     key_target = pages + (memory.keys_at(memory.table[position / PAGE], last_tile) - pages) +
                  position % TILE * D;
-  const Projected from = {q + static_cast<i64>(row) * (num_heads + 2 * num_kv_heads) * D,
-                          qk_norm, rope + static_cast<i64>(position) * (D / 2), key_target,
-                          memory.values_offset(), eps, num_heads, num_kv_heads, kv_head};
-  prepare_heads(shared, from, is_owner);
+  const Projected projected = {num_heads, num_kv_heads, kv_head};
+  HeadTables tables[ROUNDS];
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++)
+    tables[i] = projected.tables(i, qk_norm, rope + static_cast<i64>(position) * (D / 2));
+  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+  const bf16* heads = q + static_cast<i64>(row) * (num_heads + 2 * num_kv_heads) * D;
+#pragma unroll
+  for (int i = 0; i < ROUNDS; i++) {
+    const uint4 values =
+        *reinterpret_cast<const uint4*>(heads + projected.head(i) * D + projected.offset());
+    const uint4 rotated = rotated_head<D>(values, tables[i], qk_norm != nullptr, eps);
+    projected.store(shared, i, values, rotated, key_target, memory.values_offset());
+  }
   __syncthreads();
   acc.init(shared.queries[0], GROUP, D + 32, lane);
   // The row's own position was not in memory when its tile was loaded.

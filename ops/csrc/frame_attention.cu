@@ -36,18 +36,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     tile.load_keys(keys_at, max(start - 1, 0), lane);
     tile.load_values(values_at, max(start - 1, 0), lane);
   }
-  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
-
   const int task = threadIdx.x / LANES, offset = threadIdx.x % LANES * 8;
   const int idx = min(task / TASKS, POSITIONS - 1), part = task % TASKS;
   const int head = part < GROUP    ? kv_head * GROUP + part
                    : part == GROUP ? num_heads + kv_head
                                    : num_heads + num_kv_heads + kv_head;
+  const bf16* weight = qk_norm == nullptr ? nullptr : qk_norm + (part > GROUP ? 0 : head) * D;
+  const HeadTables tables = load_tables(weight, rope + (start + idx) * (D / 2), offset);
+  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+
   const i64 all_heads = num_heads + 2 * num_kv_heads;
   const uint4 values =
       *reinterpret_cast<const uint4*>(qkv + ((first_row + idx) * all_heads + head) * D + offset);
-  const bf16* weight = qk_norm == nullptr ? nullptr : qk_norm + (part > GROUP ? 0 : head) * D;
-  const uint4 rotated = rotated_head<D>(values, weight, eps, rope + (start + idx) * (D / 2), offset);
+  const uint4 rotated = rotated_head<D>(values, tables, qk_norm != nullptr, eps);
   if (task < POSITIONS * TASKS) {
     if (part < GROUP) {
       *reinterpret_cast<uint4*>(&shared.queries[idx][part][offset]) = rotated;

@@ -21,19 +21,30 @@ struct HeadLanes {
   static constexpr int PER_WARP = 32 / COUNT;  // heads of a warp
 };
 
-// Norm (skipped when `weight` is null) and rotation of the values this lane holds.
-//   values: eight bf16 of one head, those at `offset` = 8 * (lane % (D / 8)).
+// What a lane needs to norm and rotate its eight values, all of it constant: weights and a table.
+struct HeadTables {
+  uint4 weight;  // bf16, unused without a norm
+  float4 turns[2];
+};
+
 //   weight: the head's norm weight [D] or null; turns: cos, sin pairs of the position, [D / 2].
-// All lanes of the warp must call it. Rounds to bf16 where the definition does: after the norm,
-// after the weight, after the rotation.
+//   offset: of the lane's values in the head, 8 * (lane % (D / 8)).
+DEVICE HeadTables load_tables(const bf16* weight, const float2* turns, int offset) {
+  const float4* turn = reinterpret_cast<const float4*>(turns + offset / 2);
+  uint4 weights = make_uint4(0, 0, 0, 0);
+  if (weight != nullptr) weights = *reinterpret_cast<const uint4*>(weight + offset);
+  return {weights, {turn[0], turn[1]}};
+}
+
+// Norm (if there is one) and rotation of the eight bf16 this lane holds of a head. All lanes of the
+// warp must call it. Rounds to bf16 where the definition does: after the norm, after the weight, after
+// the rotation.
 template <int D>
-DEVICE uint4 rotated_head(uint4 values, const bf16* weight, float eps, const float2* turns,
-                          int offset) {
+DEVICE uint4 rotated_head(uint4 values, const HeadTables& tables, bool has_norm, float eps) {
   float2 x[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) x[i] = unpacked(word(values, i));
-  if (weight != nullptr) {
-    const uint4 scale = *reinterpret_cast<const uint4*>(weight + offset);
+  if (has_norm) {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++) sum += x[i].x * x[i].x + x[i].y * x[i].y;
@@ -44,12 +55,11 @@ DEVICE uint4 rotated_head(uint4 values, const bf16* weight, float eps, const flo
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const float2 normed = unpacked(packed(x[i].x * inverse, x[i].y * inverse));
-      const float2 by = unpacked(word(scale, i));
+      const float2 by = unpacked(word(tables.weight, i));
       x[i] = unpacked(packed(normed.x * by.x, normed.y * by.y));
     }
   }
-  const float4* turn = reinterpret_cast<const float4*>(turns + offset / 2);
-  const float4 first = turn[0], second = turn[1];
+  const float4 first = tables.turns[0], second = tables.turns[1];
   const float2 by[4] = {{first.x, first.y}, {first.z, first.w}, {second.x, second.y}, {second.z, second.w}};
   u32 rotated[4];
 #pragma unroll

@@ -23,7 +23,8 @@ extern "C" __global__ void __launch_bounds__(128)
   const i64 page = page_table[slot * max_pages + position / PAGE];
   const bool is_value = at >= num_heads + num_kv_heads;
   const bf16* weight = qk_norm == nullptr ? nullptr : qk_norm + (is_value ? 0 : at) * D;
-  const uint4 rotated = rotated_head<D>(values, weight, eps, rope + position * (D / 2), offset);
+  const HeadTables tables = load_tables(weight, rope + position * (D / 2), offset);
+  const uint4 rotated = rotated_head<D>(values, tables, qk_norm != nullptr, eps);
   if (head >= num_all) return;
   if (head < num_heads) {
     bf16* target = q + (static_cast<i64>(row) * num_heads + head) * D + offset;
