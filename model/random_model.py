@@ -11,16 +11,17 @@
 Every byte moved is that of the real model; what is said is noise. Besides the default voice there
 are `ref-0s`, `ref-10s` and `ref-30s`. A segment's context is the voice alone (no dialogue), so that
 lengths do not depend on what was said before. The small files of a checkpoint
-(config.json, tokenizer.json, voices) are written to a temporary directory; weights are drawn on the
+(config.json, tokenizer.json, voices) are written to the user's cache; weights are drawn on the
 device. `plosive make-checkpoint` writes the same as files. The same seed gives other numbers on
 another kind of device, whose generator is another.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import json
 import math
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, fields
@@ -42,6 +43,7 @@ from model.errors import ConfigError
 from model.geometries import GEOMETRIES, config_json, control_ids
 from model.loader import placements
 from model.random_weights import RandomWeights, bf16_row_slices, draw_weight, seeded_generator
+from model.tensor_files import fingerprint
 
 SCHEME = "random:"
 REFERENCES_S = (0, 10, 30)  # lengths of the voices that every random model has
@@ -112,11 +114,20 @@ class RandomModel:
             save_file({"codes": codes}, folder / f"{name}.safetensors")
             (folder / f"{name}.json").write_text(json.dumps({"name": name, "text": text}))
 
-    def temporary_folder(self) -> Path:
-        """A directory with the small files, removed when the process ends."""
-        folder = Path(tempfile.mkdtemp(prefix="plosive-random-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        self.write_small_files(folder)
+    def small_files(self) -> Path:
+        """A directory with `write_small_files`, made once: `$XDG_CACHE_HOME/plosive/random/...`."""
+        base = os.environ.get("XDG_CACHE_HOME")
+        cache = (Path(base) if base else Path.home() / ".cache") / "plosive" / "random"
+        cache.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            self.write_small_files(new)
+            files = sorted(file for file in new.rglob("*") if file.is_file())
+            folder = cache / f"{self.geometry}-{fingerprint(*files)}"
+            with contextlib.suppress(OSError):  # it is there, perhaps since just now
+                new.rename(folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
         return folder
 
     def dual_ar(self, device: torch.device, dtype: torch.dtype) -> DualAR:

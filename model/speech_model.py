@@ -143,7 +143,7 @@ def load_speech_model(
     started_s = time.monotonic()
     made_up = RandomModel.parse(str(path)) if is_random(path) else None
     if made_up is not None:
-        folder, dual_ar = made_up.temporary_folder(), made_up.dual_ar(target, dtype)
+        folder, dual_ar = made_up.small_files(), made_up.dual_ar(target, dtype)
     else:
         folder, dual_ar = path, load_dual_ar(path, target, dtype, on_bytes=on_bytes)
     num_bytes = dual_ar.nbytes

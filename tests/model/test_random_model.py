@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +23,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def tiny() -> SpeechModel:
-    return load_speech_model(Path("random:tiny?frames=7&reference_s=3"))
+def tiny(tmp_path_factory) -> Iterator[SpeechModel]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield load_speech_model(Path("random:tiny?frames=7&reference_s=3"))
 
 
 def prompt_rows(model: SpeechModel) -> torch.Tensor:
@@ -131,6 +134,15 @@ def test_voices_of_every_length(tiny):
         "ref-30s",
     }
     assert json.loads((folder / "ref-0s.json").read_text())["text"] == ""
+
+
+def test_the_small_files_are_written_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first, again = (RandomModel("tiny", reference_s=1).small_files() for _ in range(2))
+    other = RandomModel("tiny", reference_s=2).small_files()
+    assert first == again != other
+    assert sorted(first.parent.iterdir()) == sorted([first, other])
+    assert (first / "voices" / "default.json").is_file()
 
 
 # ---------------------------------------------------------------------------- as files
