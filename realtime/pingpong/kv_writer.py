@@ -3,7 +3,8 @@
 Pages are reserved before they are written: those of a prefix, and those of a closed segment with
 all its frames, at once, so that whoever has begun also comes to an end. Text that still grows takes
 what is free. Who finds the pool empty waits its turn, and may take the pages of slots that say
-nothing at the moment: they come back with their prefix alone.
+nothing at the moment: those come back with their prefix alone, loaded anew together with all that
+their next segment needs, so that slots cannot take each other's pages in turn for ever.
 """
 
 from torch import Tensor
@@ -34,7 +35,9 @@ class KvWriter:
         self._stuck: set[int] = set()  # slots that can do nothing until something happens
         self.allocator = PageAllocator(cache.num_pages)
         self.prefixes = PrefixCache(cache, self.allocator)
-        self.memory = Memory(cache, self.allocator, self.prefixes, self._reclaim)
+        self.memory = Memory(
+            cache, self.allocator, self.prefixes, self._reclaim, on_change=self.try_again
+        )
         self.num_positions = 0  # written so far, for metrics
 
     def is_able(self, tenant: Tenant) -> bool:
@@ -46,7 +49,7 @@ class KvWriter:
         return tenant.slot.idx in self._stuck
 
     def try_again(self) -> None:
-        """Something has happened: pages or a prefix may have come."""
+        """Something has happened: pages or a prefix may have come, or the line has moved."""
         self._stuck.clear()
 
     # ------------------------------------------------------------------ writing
@@ -64,16 +67,17 @@ class KvWriter:
         self._model.dual_ar.prefill(chunk, self._cache, tenant.slot.idx, base + start)
         self.num_positions += stop - start
 
-    def load(self, tenant: Tenant, prefix: Prefix) -> bool:
-        """Do the next thing to make the slot's KV begin with the prefix. True: it does."""
+    def load(self, tenant: Tenant, prefix: Prefix, length: int) -> bool:
+        """Do the next thing to make the slot's KV begin with the prefix, and to have pages for its
+        first `length` positions if the prefix is not there yet. True: it is."""
         if tenant.key_in_kv == prefix.key:
             return True
         if not prefix.num_done:
-            if self._take_from_cache(tenant, prefix):
+            if self._take_from_cache(tenant, prefix, length):
                 return True
             if self.is_stuck(tenant):
                 return False
-        if not self.reserve(tenant, prefix.length, is_urgent=True):
+        if not self.reserve(tenant, length, is_urgent=True):
             return False
         tenant.has_reserved, prefix.was_cached = True, False
         stop = self.next_stop(prefix.num_done, prefix.length)
@@ -86,11 +90,11 @@ class KvWriter:
         tenant.key_in_kv, tenant.has_reserved, prefix.num_done = prefix.key, False, 0
         return True
 
-    def _take_from_cache(self, tenant: Tenant, prefix: Prefix) -> bool:
+    def _take_from_cache(self, tenant: Tenant, prefix: Prefix, length: int) -> bool:
         """The slot has no pages afterwards if there is nothing to take; stuck if there will be."""
         idx, cached = tenant.slot.idx, self.prefixes.get(prefix.key)
         tenant.forget_kv()
-        if cached is not None and self.memory.start_from(idx, cached):
+        if cached is not None and self.memory.start_from(idx, cached, length):
             self.prefixes.num_hits += 1
             tenant.key_in_kv, prefix.was_cached = prefix.key, True
             return True
@@ -122,7 +126,7 @@ class KvWriter:
                 f"for the default voice ({prefix.length} positions) and one context of "
                 f"{self._cache.max_len}; give the KV cache more pages or lower the context"
             )
-        while not self.load(tenant, prefix):
+        while not self.load(tenant, prefix, prefix.length):
             pass
         pages = self._cache.pages(tenant.slot.idx)
         self.prefixes.add(prefix.key, pages, prefix.length, is_pinned=True)

@@ -24,11 +24,14 @@ class Memory:
         allocator: PageAllocator,
         prefixes: PrefixCache,
         reclaim: Callable[[int], bool],
+        on_change: Callable[[], None],
     ) -> None:
+        """`on_change` is told when pages have come back or the line has moved."""
         self._cache = cache
         self._allocator = allocator
         self._prefixes = prefixes
         self._reclaim = reclaim
+        self._on_change = on_change
         self._waiting: dict[int, None] = {}  # slots, oldest first
 
     @property
@@ -41,7 +44,9 @@ class Memory:
 
     def leave(self, slot: int) -> None:
         """The slot wants nothing any more."""
-        self._waiting.pop(slot, None)
+        if slot in self._waiting:
+            del self._waiting[slot]
+            self._on_change()
 
     def reserve(self, slot: int, num_positions: int, *, is_urgent: bool) -> bool:
         """Pages for the slot's first `num_positions`. False: not now; if urgent it waits in line."""
@@ -60,25 +65,29 @@ class Memory:
 
     def trim(self, slot: int, num_positions: int) -> None:
         """Give back the pages behind the first `num_positions`."""
-        pages, num_kept = self._cache.pages(slot), self._cache.num_pages_of(num_positions)
-        if num_kept < len(pages):
-            self._cache.assign(slot, pages[:num_kept])
-            self._allocator.release(pages[num_kept:])
+        if self._cut(slot, self._cache.num_pages_of(num_positions)):
+            self._on_change()
 
-    def start_from(self, slot: int, prefix: CachedPrefix) -> bool:
-        """Let the slot begin with the prefix, and with nothing else. False: it has to wait, and has
-        no pages at all."""
+    def start_from(self, slot: int, prefix: CachedPrefix, num_positions: int) -> bool:
+        """Let the slot begin with the prefix, and have pages for `num_positions` in all. False: it
+        has to wait, and has no pages at all."""
         num_full, num_rest = divmod(prefix.length, self._cache.page_size)
         self.trim(slot, 0)
         self._allocator.share(prefix.pages)  # also its last page, while room is looked for
         self._cache.assign(slot, prefix.pages[:num_full])
-        is_done = self.reserve(slot, prefix.length, is_urgent=True)
+        is_done = self.reserve(slot, num_positions, is_urgent=True)
         if is_done and num_rest:
-            self._cache.copy_page(prefix.pages[-1], self._cache.pages(slot)[-1], num_rest)
+            self._cache.copy_page(prefix.pages[-1], self._cache.pages(slot)[num_full], num_rest)
         self._allocator.release(prefix.pages[num_full:])
         if not is_done:
-            self.trim(slot, 0)
+            self._cut(slot, 0)
         return is_done
+
+    def _cut(self, slot: int, num_kept: int) -> bool:
+        pages = self._cache.pages(slot)
+        self._cache.assign(slot, pages[:num_kept])
+        self._allocator.release(pages[num_kept:])
+        return num_kept < len(pages)
 
     def _is_others_turn(self, slot: int) -> bool:
         return bool(self._waiting) and next(iter(self._waiting)) != slot

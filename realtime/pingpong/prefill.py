@@ -135,7 +135,8 @@ class PrefillLoop:
             tenant = self._tenants[command.slot.idx] = Tenant(command.slot, command.sampling)
         tenant.slot = command.slot
         tenant.opening, tenant.opening_prefix = command, None
-        tenant.opening_after = tenant.turn.turn_id if tenant.turn is not None else None
+        speaks = tenant.turn if tenant.prefix is not None else None
+        tenant.opening_after = None if speaks is None else speaks.turn_id
         tenant.opened_at_ns = time.perf_counter_ns()
 
     def _receive_text(self, tenant: Tenant, message: SetText | EndTurn) -> None:
@@ -251,12 +252,12 @@ class PrefillLoop:
                 self._skip_segment(tenant, turn)
             return
         assert tenant.prefix is not None, tenant
-        if not self.kv.load(tenant, tenant.prefix):  # it may have been taken away
-            return
         num_wanted = tenant.rows.shape[1] - int(segment.is_closed)  # the last row is decode's
         stop = self.kv.next_stop(tenant.num_done, num_wanted)
         num_frames = self._model.serving.max_frames
         length = tenant.context_length + (num_wanted + num_frames if segment.is_closed else stop)
+        if not self.kv.load(tenant, tenant.prefix, length):  # it may have been taken away
+            return
         if not self.kv.reserve(tenant, length, is_urgent=segment.is_closed):
             return
         tenant.has_reserved = segment.is_closed
@@ -271,7 +272,7 @@ class PrefillLoop:
             tenant.opening_prefix = Prefix(rows, prefix_key(rows))
         prefix = tenant.opening_prefix
         is_same = tenant.key_in_kv == prefix.key
-        if not self.kv.load(tenant, prefix):
+        if not self.kv.load(tenant, prefix, prefix.length):
             return
         tenant.prefix, tenant.opening, tenant.opening_prefix = prefix, None, None
         # Voice and prompt stay: the dialogue goes on.

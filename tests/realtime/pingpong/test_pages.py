@@ -1,0 +1,174 @@
+"""The engine on small pages, and on fewer of them than its slots could use."""
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+
+from model.errors import ConfigError
+from realtime.pingpong.engine import EngineConfig, PingPongEngine
+from realtime.pingpong.messages import (
+    CancelTurn,
+    FramePcm,
+    OpenSlot,
+    SlotReady,
+    SlotRef,
+    TurnEnd,
+    VoicePrompt,
+)
+from tests.support.engine import (
+    close_slot,
+    open_slot,
+    running,
+    sampling,
+    speak,
+    start_turn,
+    tiny_model,
+    voice,
+)
+
+PAGE = 8
+TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
+
+
+def pages_of(engine: PingPongEngine, slot: SlotRef) -> tuple[int, ...]:
+    return engine._cache.pages(slot.idx)
+
+
+def ask(engine: PingPongEngine, prompt: VoicePrompt, seed: int = 1) -> SlotRef:
+    slot = engine.slots.acquire()
+    assert slot is not None
+    engine.submit(OpenSlot(slot, (prompt,), "", sampling(seed), 600_000))
+    return slot
+
+
+def poison_free_pages(engine: PingPongEngine) -> None:
+    """Whatever is free, or becomes free, is NaN."""
+    kv, allocator = engine._cache.kv, engine._prefill.kv.allocator
+    release = allocator.release
+
+    def release_and_poison(pages: Iterable[int]) -> None:
+        pages = list(pages)
+        release(pages)
+        kv[:, [page for page in pages if not allocator.num_users(page)]] = torch.nan
+
+    with torch.inference_mode():
+        kv.fill_(torch.nan)
+    allocator.release = release_and_poison  # type: ignore[method-assign]
+
+
+def say_all(*, is_poisoned: bool = False, **config: int) -> list[np.ndarray]:
+    """Four sessions speak two turns each, all at the same time, in two voices."""
+    model = tiny_model(context="dialogue")
+    with running(model, num_slots=4, max_positions=512, **config) as (engine, recorder):
+        if is_poisoned:
+            poison_free_pages(engine)
+        slots = [ask(engine, voice(i % 2), seed=i) for i in range(4)]
+        for turn in range(2):
+            for i, slot in enumerate(slots):
+                start_turn(engine, slot, turn, TEXTS[i], TEXTS[(i + turn) % 4])
+            ended = set()
+            while len(ended) < 4:
+                ended.add(recorder.wait(TurnEnd, lambda end, turn=turn: end.turn_id == turn).slot)
+        return [recorder.pcm(slot, turn) for slot in slots for turn in range(2)]
+
+
+def test_small_pages_give_the_same_audio_bit_for_bit() -> None:
+    whole, small = say_all(), say_all(kv_page_size=PAGE)
+    for want, got in zip(whole, small, strict=True):
+        assert len(want)
+        np.testing.assert_array_equal(got, want)
+
+
+def test_a_voice_is_prefilled_once_for_all_who_ask_at_the_same_time() -> None:
+    with running(tiny_model(), num_slots=4, kv_page_size=PAGE, chunk_positions=16) as (engine, rec):
+        for _ in range(4):
+            ask(engine, voice())
+        is_cached = [rec.wait(SlotReady).cached for _ in range(4)]
+        assert sorted(is_cached) == [False, True, True, True]
+        length = engine._prefill._tenants[0].prefix_length
+        assert engine.stats()["prefill_positions_total"] == length
+        num_full = length // PAGE
+        assert len({engine._cache.pages(slot)[:num_full] for slot in range(4)}) == 1
+        assert engine.stats()["kv_pages_used"] == num_full + 5  # and everybody's last page
+
+
+def test_voices_that_share_codebook_0_share_no_page() -> None:
+    base, twin = voice(0), voice(0)
+    twin.codes[1:] = (twin.codes[1:] + 1) % 32
+    with running(tiny_model(), num_slots=2, kv_page_size=PAGE) as (engine, recorder):
+        slots = [ask(engine, prompt) for prompt in (base, twin)]
+        for _ in slots:
+            assert not recorder.wait(SlotReady).cached
+        pages = [set(pages_of(engine, slot)) for slot in slots]
+        assert pages[0] and pages[1] and not pages[0] & pages[1]
+
+
+def test_who_finds_no_pages_waits_and_then_says_the_same() -> None:
+    """Nobody fails, and what is said is what is said with room for all."""
+    with running(tiny_model(), num_slots=3, max_positions=256, kv_page_size=PAGE) as (engine, rec):
+        slots = [open_slot(engine, rec, seed=i, voice_seed=i) for i in range(3)]
+        want = [speak(engine, rec, slot, 0, "hello.", "again.") for slot in slots]
+    pool = {"max_positions": 256, "kv_page_size": PAGE, "kv_pages": 1 + 34}
+    with running(tiny_model(), num_slots=3, **pool) as (engine, rec):
+        slots = [ask(engine, voice(i), seed=i) for i in range(3)]
+        for _ in slots:
+            rec.wait(SlotReady)
+        num_needed = sum(-(-t.prefix_length // PAGE) for t in engine._prefill._tenants.values())
+        assert num_needed > engine.stats()["kv_pages"]
+        for slot in slots:
+            start_turn(engine, slot, 0, "hello.", "again.")
+        for _ in slots:
+            rec.wait(TurnEnd)
+        got = [rec.pcm(slot, 0) for slot in slots]
+        for slot in slots:
+            close_slot(engine, rec, slot)
+        assert engine.stats()["slots_waiting_for_pages"] == 0
+    for alone, crowded in zip(want, got, strict=True):
+        assert len(alone)
+        np.testing.assert_array_equal(crowded, alone)
+
+
+def test_a_segment_gives_back_what_it_did_not_need() -> None:
+    with running(tiny_model(max_frames=100), num_slots=1, kv_page_size=PAGE) as (engine, recorder):
+        slot = open_slot(engine, recorder)
+        num_before = engine.stats()["kv_pages_used"]
+        engine.set_blocked(slot, True)
+        start_turn(engine, slot, 0, "hello.")
+        while not engine._decode._streams:
+            time.sleep(0.001)
+        assert engine.stats()["kv_pages_used"] >= num_before + 100 // PAGE
+        engine.set_blocked(slot, False)
+        recorder.wait(TurnEnd)
+        assert engine.stats()["kv_pages_used"] == num_before
+
+
+def test_a_barge_in_keeps_the_pages_of_what_was_heard() -> None:
+    model = tiny_model(context="dialogue", max_frames=40)
+    with running(model, num_slots=1, kv_page_size=PAGE) as (engine, recorder):
+        slot = open_slot(engine, recorder)
+        start_turn(engine, slot, 0, "a long first turn", "and more", "and more of it")
+        recorder.wait(FramePcm)
+        slot = engine.slots.bump(slot)
+        engine.submit(CancelTurn(slot, 0, heard_frames=1))
+        speak(engine, recorder, slot, 1)
+        tenant = engine._prefill._tenants[slot.idx]
+        assert tenant.context_length > tenant.prefix_length
+        assert len(pages_of(engine, slot)) == -(-tenant.context_length // PAGE)
+
+
+def test_poison_in_free_pages_is_never_heard() -> None:
+    clean = say_all(kv_page_size=PAGE)
+    for want, got in zip(clean, say_all(kv_page_size=PAGE, is_poisoned=True), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_too_few_pages_are_refused_at_start_in_one_sentence() -> None:
+    config = {"num_slots": 1, "max_positions": 256, "kv_page_size": PAGE}
+    with pytest.raises(ConfigError, match="needs 33"):
+        PingPongEngine(tiny_model(), EngineConfig(**config, kv_pages=32))
+    engine = PingPongEngine(tiny_model(), EngineConfig(**config, kv_pages=40))
+    with pytest.raises(ConfigError, match="too few for the default voice"):
+        engine.warm_up((voice(),))
