@@ -4,7 +4,7 @@ import { KeyNeeded, sentence, setKey } from "/page/api.js";
 import { canDecodeOpus, Player, SAMPLE_RATE } from "/page/player.js";
 import { Session } from "/page/session.js";
 import { Turn } from "/page/turn.js";
-import { fillVoices, VoiceForm } from "/page/voices.js";
+import { fillVoices, VoiceDeleter, VoiceForm } from "/page/voices.js";
 import { drawWaterfall, formatMs } from "/page/waterfall.js";
 import { Wave } from "/page/wave.js";
 
@@ -38,7 +38,9 @@ const session = new Session({
     if (isSpeaking()) player.finish(metrics.num_samples);
   },
   "turn.cancelled": (message) => {
-    if (message.turn_id === turn?.id) settle(message.spoken_text, message.played_ms);
+    if (message.turn_id !== turn?.id) return;
+    turn.metrics ??= message.metrics;
+    settle(message.spoken_text, message.played_ms);
   },
   warning: (message) => {
     if (message.code === "unknown_turn") settleAlone();
@@ -286,20 +288,23 @@ ui.speak.addEventListener("click", (event) => {
   if (isSpeaking()) interrupt(event.timeStamp);
   else speak();
 });
-ui.voice.addEventListener("change", () => {
-  session.send({ type: "session.update", voice: ui.voice.value });
-});
+ui.voice.addEventListener("change", () => useVoice(ui.voice.value));
 
 // ------------------------------------------------------------------------------ start
 
+function useVoice(name) {
+  session.send({ type: "session.update", voice: name });
+}
+
 async function chooseVoice(name) {
   await fillVoices(ui.voice, name);
-  session.send({ type: "session.update", voice: name });
+  useVoice(ui.voice.value);
   complain("");
 }
 
 async function start() {
   new VoiceForm(ui, chooseVoice);
+  new VoiceDeleter(ui, chooseVoice, complain);
   if (!globalThis.isSecureContext || !globalThis.AudioWorkletNode) {
     complain(
       "This browser lets only secure pages play sound: open the page over https, " +

@@ -1,4 +1,4 @@
-// The list of voices, and a new one from a file or the microphone.
+// The list of voices, a new one from a file or the microphone, and the end of one.
 
 import { request } from "/page/api.js";
 
@@ -8,9 +8,54 @@ export async function fillVoices(select, chosen = null) {
   const { default: defaultVoice, voices } = await request("/v1/voices");
   const options = voices.map(({ name, is_builtin: isBuiltin }) => {
     const isChosen = name === (chosen ?? defaultVoice);
-    return new Option(isBuiltin ? name : `${name} (added)`, name, isChosen, isChosen);
+    const option = new Option(isBuiltin ? name : `${name} (added)`, name, isChosen, isChosen);
+    option.dataset.isAdded = isBuiltin ? "" : "yes";
+    return option;
   });
   select.replaceChildren(...options);
+  select.dispatchEvent(new Event("filled"));
+}
+
+// The button that deletes the chosen voice, where it is an added one; it is pressed twice.
+export class VoiceDeleter {
+  // `onDeleted()` is called when the server has forgotten the voice.
+  constructor(ui, onDeleted, complain) {
+    this.ui = ui;
+    this.onDeleted = onDeleted;
+    this.complain = complain;
+    this.toDelete = null; // the name, once it was asked for
+    ui.deleteVoice.onclick = () => this.press();
+    ui.deleteVoice.onblur = () => this.offer();
+    ui.voice.addEventListener("change", () => this.offer());
+    ui.voice.addEventListener("filled", () => this.offer());
+  }
+
+  offer() {
+    const option = this.ui.voice.selectedOptions[0];
+    this.toDelete = null;
+    this.ui.deleteVoice.hidden = !option?.dataset.isAdded;
+    this.ui.deleteVoice.textContent = "Delete";
+  }
+
+  async press() {
+    const name = this.ui.voice.value;
+    if (this.toDelete !== name) {
+      this.toDelete = name;
+      this.ui.deleteVoice.textContent = "Delete for good";
+      this.ui.announcer.textContent = `Press again to delete the voice “${name}” for good.`;
+      return;
+    }
+    try {
+      await request(`/v1/voices/${encodeURIComponent(name)}`, { method: "DELETE" });
+    } catch (error) {
+      this.offer();
+      this.complain(error.message);
+      return;
+    }
+    this.ui.voice.focus(); // the button goes
+    await this.onDeleted(null);
+    this.ui.announcer.textContent = `The voice “${name}” has been deleted.`;
+  }
 }
 
 export class VoiceForm {

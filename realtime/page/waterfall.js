@@ -11,12 +11,13 @@ const STAGES = [
   ["audible", "First audible sample", "page"],
 ];
 
-// Milliseconds on the page's clock; the server's stamps count from the commit.
+// Milliseconds on the page's clock; the server's stamps count from the commit, or without one from
+// the first word.
 function timesOf(turn) {
   const times = { ...turn.stamps };
-  const { commit } = turn.stamps;
-  for (const [name, sinceCommitMs] of Object.entries(turn.metrics?.timeline_ms ?? {})) {
-    if (commit !== undefined) times[name] = commit + sinceCommitMs;
+  const originMs = times.commit ?? times.first_text;
+  for (const [name, ms] of Object.entries(turn.metrics?.timeline_ms ?? {})) {
+    times[name] ??= originMs + ms;
   }
   return times;
 }
@@ -27,15 +28,12 @@ export function drawWaterfall(body, caption, turn) {
   if (body.dataset.drawn === drawn) return;
   body.dataset.drawn = drawn;
   const firstSoundMs = times.audible ?? times.packet_here ?? Infinity;
-  const isTextLate = (times.commit ?? Infinity) > firstSoundMs; // words still came
+  const isTextLate = times.commit === undefined || times.commit > firstSoundMs; // words still came
   const stages = isTextLate ? [...STAGES.filter(isNotCommit), STAGES[1]] : STAGES;
   const originMs = isTextLate ? times.first_text : times.commit;
   caption.textContent = isTextLate
     ? "Milliseconds from the first word; the sound began before the text was complete."
     : "Milliseconds from the commit.";
-  if (turn.isInterrupted && turn.metrics === null) {
-    caption.textContent += " The server tells its stages with the last packet, which did not come.";
-  }
 
   const startMs = times.first_text;
   const shown = stages.filter(([name]) => isNotCommit([name]) || !isTextLate);

@@ -145,6 +145,16 @@ async def text_of(page: Page, element_id: str) -> str:
     return found
 
 
+async def stages_ms(page: Page) -> dict[str, float]:
+    """The waterfall's rows that have a time."""
+    rows = await page.evaluate(
+        "[...document.querySelectorAll('#stages tr')]"
+        ".map((row) => [row.cells[0].textContent, row.cells[2].textContent])"
+    )
+    shown = [(label, ms) for label, ms in rows if ms != "–"]
+    return {label: float(ms.replace("−", "-").replace(",", "")) for label, ms in shown}
+
+
 @needs_browser
 @pytest.mark.parametrize("codec", ["Opus", "PCM"])
 async def test_it_speaks(devtools: str, tmp_path: Path, codec: str) -> None:
@@ -180,19 +190,13 @@ async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path:
         await write(page, "All of it at once.")
         await page.press("Enter", CTRL)
         await wait(page, "textOf('announcer').startsWith('Finished')")
-        rows = await page.evaluate(
-            "[...document.querySelectorAll('#stages tr')].map((row) => "
-            "[row.cells[0].textContent, row.cells[2].textContent, row.querySelector('.bar').hidden])"
+        at_ms = await stages_ms(page)
+        hidden = await page.evaluate(
+            "[...document.querySelectorAll('#stages tr')]"
+            ".filter((row) => row.querySelector('.bar').hidden)"
+            ".map((row) => row.cells[0].textContent)"
         )
-        at_ms = {
-            label: float(ms.replace("−", "-").replace(",", ""))
-            for label, ms, _ in rows
-            if ms != "–"
-        }
-        assert [label for label, ms, is_hidden in rows if is_hidden] == [
-            "Prefill done",
-            "First step",
-        ]
+        assert hidden == ["Prefill done", "First step"]
         assert list(at_ms) == [
             "First word sent",
             "Text complete (commit)",
@@ -238,6 +242,20 @@ async def test_a_key_silences_it_within_100_ms(devtools: str, tmp_path: Path, ke
 
 
 @needs_browser
+async def test_an_interrupted_turn_shows_the_servers_stages(devtools: str, tmp_path: Path) -> None:
+    engine = make_engine(tmp_path, frame_s=0.01)
+    async with serving(tmp_path, engine) as served, opened(devtools, served) as page:
+        await write(page, LONG_TEXT)
+        await page.press("Enter", CTRL)
+        await wait(page, "isLoud()")
+        await page.press("Escape")
+        await wait(page, "textOf('announcer').startsWith('Interrupted')")
+        at_ms = await stages_ms(page)
+        assert {"Text complete (commit)", "First PCM", "First packet sent"} <= set(at_ms)
+        assert 0 < at_ms["First PCM"] <= at_ms["First packet sent"] <= at_ms["First packet here"]
+
+
+@needs_browser
 async def test_an_interruption_also_ends_text_that_still_comes(
     devtools: str, tmp_path: Path
 ) -> None:
@@ -251,6 +269,11 @@ async def test_an_interruption_also_ends_text_that_still_comes(
         assert shown == LONG_TEXT  # with the words that were never sent
         sent = sum(len(c.text) for c in served.engine.commands if hasattr(c, "text"))
         assert sent < len(LONG_TEXT) / 2
+        at_ms = await stages_ms(page)
+        assert "Text complete (commit)" not in at_ms
+        assert at_ms["First word sent"] == 0.0
+        stages = [at_ms[name] for name in ("First PCM", "First packet sent", "First packet here")]
+        assert stages == sorted(stages)
 
 
 @needs_browser
@@ -444,6 +467,40 @@ async def test_an_uploaded_voice_is_listed_and_spoken_with(devtools: str, tmp_pa
         assert await page.evaluate("voice.value") == "anna"
         await wait(page, "textOf('connection').startsWith('Ready: voice anna')")
         assert opened_voices(served.engine) == ["tone", "anna"]
+
+
+@needs_browser
+async def test_an_added_voice_is_deleted_by_a_button_pressed_twice(
+    devtools: str, tmp_path: Path
+) -> None:
+    async with serving(tmp_path) as served, served.http() as http:
+        for name in ("anna", "bob"):
+            files = {"file": wav(1.0)}
+            form = {"name": name, "text": "words"}
+            assert (await http.post("/v1/voices", data=form, files=files)).status_code == 201
+        async with opened(devtools, served) as page:
+            assert await page.evaluate("deleteVoice.hidden"), "the built-in one is chosen"
+            choose = "voice.value = {!r}; voice.dispatchEvent(new Event('change'))"
+            await page.evaluate(choose.format("anna"))
+            await page.evaluate("deleteVoice.focus(); deleteVoice.click()")
+            assert await text_of(page, "deleteVoice") == "Delete for good"
+            assert "Press again to delete the voice “anna”" in await text_of(page, "announcer")
+            await page.evaluate("text.focus()")
+            assert await text_of(page, "deleteVoice") == "Delete", "asked anew"
+
+            await page.evaluate("deleteVoice.click(); deleteVoice.click()")
+            await wait(page, "textOf('announcer').includes('“anna” has been deleted')")
+            names = await page.evaluate("[...voice.options].map((o) => o.value)")
+            assert names == ["tone", "bob"]
+            assert await page.evaluate("voice.value") == "tone"
+            assert await page.evaluate("deleteVoice.hidden")
+            await wait(page, "textOf('connection').startsWith('Ready: voice tone')")
+
+            await page.evaluate(choose.format("bob"))
+            assert (await http.delete("/v1/voices/bob")).status_code == 204
+            await page.evaluate("deleteVoice.click(); deleteVoice.click()")
+            await wait(page, "textOf('problem').includes('no voice')")
+            assert [c for c in page.complaints if "404" not in c] == []
 
 
 class AnyClipEngine(FakeEngine):
