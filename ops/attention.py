@@ -34,6 +34,14 @@ class Plan(NamedTuple):
     blocks: int  # CTAs per SM that registers must allow
 
 
+class SpanPlan(NamedTuple):
+    """How attention of a span is cut; `batches` of eight queries share what a warp reads."""
+
+    splits: int
+    warps: int
+    batches: int
+
+
 def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -> Plan:
     """The plan for a launch shape."""
     num_pairs, max_len = num_rows * num_kv_heads, max_pages * page_size
@@ -41,6 +49,11 @@ def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -
         if num_pairs * splits <= 1024 and max_len >= splits * 64:
             return Plan(splits, 4, 3)
     return Plan(1, 4, 4)
+
+
+def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
+    """The plan for a span."""
+    return SpanPlan(2 if num_rows * num_kv_heads >= 512 else 4, 4, 2)
 
 
 def rope_append(
@@ -92,9 +105,20 @@ def rope_append(
 
 
 def paged_attention(
-    q: Tensor, pages: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor, kind: Kind
+    q: Tensor,
+    pages: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    kind: Kind,
+    *,
+    is_span: bool = False,
 ) -> Activation:
     """Row m reads positions 0..positions[m] of slots[m]; see `rope_append` for the tensors.
+
+    Args:
+        is_span: all rows are of one slot and their positions rise: keys and values are read once
+            for several rows.
 
     Returns:
         [M, H * D].
@@ -103,6 +127,8 @@ def paged_attention(
         out = reference_paged.paged_attention(q, pages, page_table, slots, positions)
         return _as_kind(out.flatten(1), kind)
     where = (pages, page_table, slots, positions)
+    if is_span and len(q) > 1:
+        return launch_span(q, where, kind, span_plan_for(len(q), pages.shape[2]))
     plan = plan_for(len(q), pages.shape[2], page_table.shape[1], pages.shape[3])
     return launch_paged(q, None, where, kind, plan)
 
@@ -184,6 +210,42 @@ def launch_paged(
             *(heads, qk_norm, rope, pages, page_table, slots, positions, *out.arguments),
             *(ctypes.c_float(eps), _scale(head_dim), *_ints(page_table.shape[1])),
         ],
+        cluster=(plan.splits, 1, 1),
+    )
+    return out.finish()
+
+
+def launch_span(
+    q: Tensor, where: tuple[Tensor, Tensor, Tensor, Tensor], kind: Kind, plan: SpanPlan
+) -> Activation:
+    """`paged_attention` of a span by a plan of one's own. Launched as `launch_paged` is."""
+    pages, page_table, slots, positions = where
+    num_kv_heads, page_size = pages.shape[2:4]
+    num_rows, num_heads, head_dim = q.shape
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    _check_tensors(q, None, pages)
+    assert page_size % 16 == 0, page_size
+    group = num_heads // num_kv_heads
+    rows_per_cta = plan.batches * (_MAX_GROUP // group)
+    out = _Output(q, num_rows, num_heads * head_dim, kind)
+    nvrtc.kernel(
+        "attention_span.cu",
+        "attention_span",
+        defines={
+            "HEAD_DIM": head_dim,
+            "GROUP": group,
+            "PAGE": page_size,
+            "WARPS": plan.warps,
+            "BATCHES": plan.batches,
+        },
+    ).launch(
+        (plan.splits, num_kv_heads, -(-num_rows // rows_per_cta)),
+        (32 * plan.warps,),
+        [
+            *(q, pages, page_table, slots, positions, *out.arguments),
+            *(_scale(head_dim), *_ints(page_table.shape[1], num_rows)),
+        ],
+        shared_bytes=plan.warps * plan.batches * _MAX_GROUP * (head_dim + 2) * 4,
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()

@@ -5,10 +5,10 @@
 //   resident CTAs per SM the compiler must allow.
 //   IS_FUSED: queries, keys and values come neither normed nor rotated, see `decode_attention`.
 //   IS_CHAINED: tables and past keys are read before the kernel before this one has ended.
-#include "attention.cuh"
+#include "paged.cuh"
 
 constexpr int D = HEAD_DIM;
-static_assert(PAGE % TILE == 0 && GROUP <= COLUMNS);
+static_assert(GROUP <= COLUMNS);
 
 struct Shared {
   float sums[WARPS][GROUP][D];
@@ -18,56 +18,6 @@ struct Shared {
   bf16 keys[D], values[D];        // of the row's own position
 #endif
 };
-
-struct Memory {  // one layer's pages, and what the row reads of them
-  const bf16* pages;
-  const i32* table;  // the slot's row
-  int num_kv_heads, head, max_pages;
-  int ways;  // warps that share the row and head, at most 32
-
-  // Row 0 of a tile's keys; `page` holds it.
-  DEVICE const bf16* keys_at(int page, int tile) const {
-    return pages + ((static_cast<i64>(page) * 2 * num_kv_heads + head) * PAGE + tile * TILE % PAGE) * D;
-  }
-  DEVICE i64 values_offset() const { return static_cast<i64>(num_kv_heads) * PAGE * D; }
-};
-
-// Pages of the next 32 tiles of this warp, one per lane; 0 past the table's end.
-DEVICE int load_pages(const Memory& memory, int first_tile, int lane) {
-  const int page = (first_tile + lane * memory.ways) / (PAGE / TILE);
-  return page < memory.max_pages ? memory.table[page] : 0;
-}
-
-// Merges the partial results of all warps of the cluster and stores the heads this warp is given.
-DEVICE void merge(Shared& shared, const Output& out, int row, int first_head, int splits, int warp,
-                  int lane) {
-  const int ways = splits * WARPS, rank = blockIdx.x;
-  const u32 states = shared_address(shared.states), sums = shared_address(shared.sums);
-  for (int query = rank + splits * warp; query < GROUP; query += ways) {
-    float best = LOWEST, total = 0;
-    if (lane < ways) {
-      const u32 at = cluster_address(states, lane / WARPS) + (lane % WARPS * GROUP + query) * 8;
-      best = cluster_load(at), total = cluster_load(at + 4);
-    }
-    const float weight = exp2f(best - warp_max(best));  // 0 where a warp had no tile
-    const float inverse = 1.f / warp_sum(total * weight);
-    float values[D / 32] = {};
-#pragma unroll 8
-    for (int way = 0; way < ways; way++) {
-      const float factor = __shfl_sync(~0u, weight, way);
-      const u32 at = cluster_address(sums, way / WARPS) + (way % WARPS * GROUP + query) * D * 4 +
-                     lane * (D / 32) * 4;
-#pragma unroll
-      for (int i = 0; i < D / 32; i += 2) {
-        const float2 part = cluster_load2(at + i * 4);
-        values[i] += part.x * factor, values[i + 1] += part.y * factor;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < D / 32; i++) values[i] *= inverse;
-    store_head<D>(out, row, first_head + query, values, lane);
-  }
-}
 
 #if IS_FUSED
 constexpr int LANES = HeadLanes<D>::COUNT;
@@ -123,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int num_heads = num_kv_heads * GROUP, first_tile = rank * WARPS + warp;
   if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
   const int position = static_cast<int>(positions[row]);
-  const Memory memory = {pages,   page_table + slots[row] * max_pages, num_kv_heads, kv_head, max_pages,
-                         ways};
+  const Memory<D> memory = {pages,   page_table + slots[row] * max_pages, num_kv_heads, kv_head,
+                            max_pages, ways};
   int my_pages = load_pages(memory, first_tile, lane);
   if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels(), let_next_kernel_start();
 
@@ -174,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     done++;
     if (done % 32 == 0) my_pages = load_pages(memory, next, lane);
     const bf16* next_keys = memory.keys_at(__shfl_sync(~0u, my_pages, done % 32), next);
-    acc.add_keys(tile, scale_log2, last_row, lane);
+    acc.add_keys(tile, scale_log2, {last_row, last_row}, lane);
     if (next < num_tiles) tile.load_keys(next_keys, next_last_row, lane);
     acc.add_values(tile);
     if (next < num_tiles) tile.load_values(next_keys + memory.values_offset(), next_last_row, lane);
@@ -190,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   else
     __syncthreads();
   const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.z), num_heads};
-  merge(shared, out, row, kv_head * GROUP, splits, warp, lane);
+  merge<D, GROUP, WARPS>(shared.sums[0][0], shared.states[0], out, splits, warp, lane,
+                         [&](int query) { return make_int2(row, kv_head * GROUP + query); });
   if (splits > 1) cluster_sync();  // nobody leaves while its shared memory is read
 }

@@ -104,8 +104,9 @@ struct Accumulator {
     total[0] = total[1] = 0;
   }
 
-  // Scores of a tile whose rows past `last_row` do not count (row 0 always does).
-  DEVICE void add_keys(const Tile<D>& tile, float scale_log2, int last_row, int lane) {
+  // Scores of a tile. Its rows past `last_rows` of this lane's columns do not count; a column for which
+  // none does must have had one before, or be merged with a warp that has.
+  DEVICE void add_keys(const Tile<D>& tile, float scale_log2, const int (&last_rows)[2], int lane) {
     float scores[4] = {0, 0, 0, 0};  // (row, column), (row, next), (row + 8, ..), (row + 8, ..)
 #pragma unroll
     for (int j = 0; j < D / 32; j++) {
@@ -117,9 +118,9 @@ struct Accumulator {
         mma_bf16(scores, a, word(q, 2 * half), word(q, 2 * half + 1));
       }
     }
-    const bool counts[2] = {key_row(lane, 0) <= last_row, key_row(lane, 1) <= last_row};
 #pragma unroll
-    for (int i = 0; i < 4; i++) scores[i] = counts[i / 2] ? scores[i] * scale_log2 : LOWEST;
+    for (int i = 0; i < 4; i++)
+      scores[i] = key_row(lane, i / 2) <= last_rows[i % 2] ? scores[i] * scale_log2 : LOWEST;
     float factor[2];
 #pragma unroll
     for (int column = 0; column < 2; column++) {

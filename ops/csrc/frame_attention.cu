@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   tile.patch(shared.keys[0], shared.values[0], start, position, lane);
   Accumulator<D> acc;
   acc.init(shared.queries[warp][0], GROUP, D + 32, lane);
-  acc.add_keys(tile, scale_log2, position, lane);
+  acc.add_keys(tile, scale_log2, {position, position}, lane);
   acc.add_values(tile);
   acc.store(shared.sums[warp][0], shared.states[warp], GROUP, lane);
   __syncwarp();

@@ -143,6 +143,10 @@ def test_plans_depend_on_the_launch_shape_and_fit_a_cluster():
                 "IS_CHAINED": 1,
             },
         ),
+        (
+            "attention_span.cu",
+            {"HEAD_DIM": 128, "GROUP": 4, "PAGE": 32, "WARPS": 4, "BATCHES": 2},
+        ),
         ("frame_attention.cu", {"HEAD_DIM": 64, "GROUP": 5, "POSITIONS": 2, "IS_CHAINED": 1}),
     ],
 )

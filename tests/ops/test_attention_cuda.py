@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ops import attention, reference, reference_paged
-from ops.attention import Plan
+from ops.attention import Plan, SpanPlan
 from ops.embedding import embed_rows
 from ops.quantize import quantize_rows
 from tests.ops.attention_cases import EPS, bits, paged, relative_error
@@ -138,15 +138,37 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch_of_the_same_plan():
             assert torch.equal(out[0], whole[row])
 
 
-def test_pages_of_a_prefill_chunk():
-    """128 consecutive positions of one slot, appended by one launch and read by the next."""
-    case = on_gpu([700, 40], S2_PRO)
-    chunk = case.rows([0] * 128)
-    chunk.positions = torch.arange(572, 700, device="cuda")
-    chunk.qkv = torch.randn(128, *case.qkv.shape[1:], device="cuda").bfloat16()
-    q = attention.rope_append(chunk.qkv, *chunk.rotary, *chunk.where)
-    out = attention.paged_attention(q, *chunk.where, "bf16")
+def span_of(case, row, num_rows):
+    """Rows at the last `num_rows` positions of a row's slot, appended already: q and the rows."""
+    chunk = case.rows([row] * num_rows)
+    last = int(case.positions[row])
+    chunk.positions = torch.arange(last + 1 - num_rows, last + 1, device="cuda")
+    chunk.qkv = torch.randn(num_rows, *case.qkv.shape[1:], device="cuda").bfloat16()
+    return attention.rope_append(chunk.qkv, *chunk.rotary, *chunk.where), chunk
+
+
+@pytest.mark.parametrize("heads", [*MODELS, (3, 1, 128), (8, 8, 64), (16, 2, 128)])
+@pytest.mark.parametrize(
+    ("length", "num_rows"), [(700, 128), (128, 128), (5, 3), (4000, 37), (2, 2)]
+)
+@pytest.mark.parametrize("is_span", [True, False])
+def test_a_prefill_chunk(heads, length, num_rows, is_span):
+    """Consecutive positions of one slot, appended by one launch and read by the next."""
+    q, chunk = span_of(on_gpu([40, length], heads), 1, num_rows)
+    out = attention.paged_attention(q, *chunk.where, "bf16", is_span=is_span)
     assert relative_error(out, chunk.expected(q)) < MAX_ERROR
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+def test_every_plan_of_a_span(splits):
+    q, chunk = span_of(on_gpu([40, 900], S2_PRO), 1, 77)
+    for warps, batches in ((4, 1), (4, 2), (4, 4), (2, 3)):
+        plan = SpanPlan(splits, warps, batches)
+        out = attention.launch_span(q, chunk.where, "bf16", plan)
+        assert relative_error(out, chunk.expected(q)) < MAX_ERROR, plan
+        scaled = attention.launch_span(q, chunk.where, "bsfp8", plan)
+        assert torch.equal(bits(scaled.data), bits(quantize_rows(out).data))
+        assert torch.equal(scaled.scale, quantize_rows(out).scale)
 
 
 def test_the_dummy_slot_disturbs_nobody():
