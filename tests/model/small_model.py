@@ -14,42 +14,51 @@ def embedded_like_config() -> DualARConfig:
     return DualARConfig(slow, fast, 1280, 8, 1024, True, 256, 1279, 3)
 
 
-def make_random_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> DualAR:
-    """The same weights for every dtype and device, up to rounding."""
-    model = DualAR(embedded_like_config(), torch.device("cpu"), torch.float32)
+def s2_like_config(num_layers: int = 3) -> DualARConfig:
+    """S2 Pro's widths with fewer layers and words."""
+    shape = (2560, 32, 8, 128, 9728, 1e6, 1e-6)
+    slow = StackConfig(num_layers, *shape, 2048, True, False, False)
+    fast = StackConfig(2, *shape, 11, False, False, False)
+    return DualARConfig(slow, fast, 8192, 10, 4096, True, 4000, 8095, 3)
+
+
+def make_random_model(
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    config: DualARConfig | None = None,
+) -> DualAR:
+    model = DualAR(config or embedded_like_config(), torch.device(device), dtype)
     fill_random(model)
-    return finished(model, dtype, device)
+    model.finish_loading()
+    return model
 
 
 def fill_random(model: DualAR) -> None:
-    generator = torch.Generator().manual_seed(0)
+    """The same numbers at every call on one kind of device; no finishing."""
+    generator = torch.Generator(model.device).manual_seed(0)
     for weights in model.parameters():
         if weights.ndim == 2:
-            weights.copy_(torch.randn(weights.shape, generator=generator) / weights.shape[1] ** 0.5)
+            weights.normal_(0, weights.shape[1] ** -0.5, generator=generator)
         else:
             weights.fill_(1.0)
     model.embeddings.mul_(2.0)
 
 
-def finished(model: DualAR, dtype: torch.dtype, device: str) -> DualAR:
-    model = model.to(device)  # not `to(dtype)`: the RoPE tables are complex
-    for weights in model.parameters():
-        weights.data = weights.data.to(dtype)
-    model.finish_loading()
-    return model
-
-
-def random_prompt(length: int, seed: int) -> Tensor:
+def random_prompt(length: int, seed: int, config: DualARConfig | None = None) -> Tensor:
+    """i32 [1+K, length]: half of it codes, then words."""
+    config = config or embedded_like_config()
+    begin, num_codebooks = config.semantic_begin_id, config.num_codebooks
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.zeros(9, length, dtype=torch.int32)
+    rows = torch.zeros(1 + num_codebooks, length, dtype=torch.int32)
     rows[0] = torch.randint(20, 150, (length,), generator=generator, dtype=torch.int32)
-    codes = torch.randint(0, 1024, (8, length // 2), generator=generator, dtype=torch.int32)
-    rows[1:, : length // 2], rows[0, : length // 2] = codes, codes[0] + 256
+    shape = (num_codebooks, length // 2)
+    codes = torch.randint(0, config.num_semantic, shape, generator=generator, dtype=torch.int32)
+    rows[1:, : length // 2], rows[0, : length // 2] = codes, codes[0] + begin
     return rows
 
 
 def enter(model, cache, state, slot, prompt, sampling, chunk=None) -> None:
-    last = prompt.shape[1] - 1
+    last, prompt = prompt.shape[1] - 1, prompt.to(model.device)
     for start in range(0, last, chunk or last):
         model.prefill(prompt[:, start : min(last, start + (chunk or last))], cache, slot, start)
     model.join(state, slot, prompt[:, last], last, sampling)

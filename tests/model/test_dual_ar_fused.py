@@ -16,7 +16,6 @@ from tests.model.small_model import (
     embedded_like_config,
     enter,
     fill_random,
-    finished,
     make_random_model,
     random_prompt,
 )
@@ -132,7 +131,8 @@ def test_eight_bits_stay_close_when_the_weights_are_exact():
     """The same weights both ways, so that only the activations' rounding differs."""
     hidden = []
     for kind in ("bf16", "bsfp8"):
-        model = finished(rounded_to_e4m3(), torch.float32, "cpu")
+        model = rounded_to_e4m3()
+        model.finish_loading()
         model.use_kernels(kind)
         cache, state = model.new_cache(1, 256), model.new_frame_state(1)
         enter(model, cache, state, 0, random_prompt(60, 3), GREEDY)
@@ -156,7 +156,7 @@ def test_a_quantised_model_is_the_model_quantised_on_loading():
             target.copy_(matrix)
     results = []
     for model in (source, quantised):
-        finished(model, torch.float32, "cpu") if model is source else model.finish_loading()
+        model.finish_loading()
         model.use_kernels("bsfp8")
         cache, state = model.new_cache(1, 256), model.new_frame_state(1)
         enter(model, cache, state, 0, random_prompt(40, 4), HOT)
