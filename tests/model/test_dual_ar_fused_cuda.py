@@ -47,7 +47,7 @@ class Streams:
         self.length = length
 
     def start(self, slot: int, temperature: float = 0.9) -> None:
-        prompt = random_prompt(self.length + 11 * slot, slot, self.config)
+        prompt = random_prompt(self.length + 11 * (slot % 8), slot, self.config)
         sampling = SamplingParams(temperature, 0.95, 30, slot)
         enter(self.model, self.cache, self.state, slot, prompt, sampling)
 
@@ -144,7 +144,7 @@ def test_a_captured_frame_gives_the_same_codes(name, kind):
 def test_a_stream_in_a_batch_is_the_stream_alone(name, kind):
     """The same bits wherever it sits in a batch of one size. In another size the sums are cut
     otherwise: the rate of differing frames is printed, with the KV kept the same."""
-    streams = Streams(name, kind, num_slots=64, length=40)
+    streams = Streams(name, kind, num_slots=64, length=20)
     neighbours = [slot for slot in range(64) if slot != 3]
     for slot in neighbours:
         if slot < 12:
@@ -156,11 +156,10 @@ def test_a_stream_in_a_batch_is_the_stream_alone(name, kind):
         return codes[:, batch.index(3)]
 
     alone = frames([3])
-    for row in (0, 5, 11):
-        others = [slot for slot in range(12) if slot != 3]
-        batch = [*others[:row], 3, *others[row:]]
-        first = frames(batch) if row == 0 else first
-        assert torch.equal(frames(batch), first), row
+    others = [slot for slot in range(12) if slot != 3]
+    in_first_row = frames([3, *others])
+    for row in (5, 11):
+        assert torch.equal(frames([*others[:row], 3, *others[row:]]), in_first_row), row
     rates = {}
     for size in (1, 2, 4, 8, 16, 32, 64):
         got = frames([3, *neighbours[: size - 1]])
