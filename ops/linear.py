@@ -220,7 +220,7 @@ def launch(
         tensor_map, scale = _NO_TENSOR_MAP, None
     else:
         norm = _NO_NORM
-        tensor_map, scale = _activation(x, plan.cols)
+        tensor_map, scale = _activation(x, plan.rows_per_fetch(is_gate_up, is_fp8))
     num_blocks = weight.data.shape[1]
     kernel = nvrtc.kernel(
         "linear.cu", "linear", defines=plan.defines(is_fp8, is_gate_up, num_columns)
@@ -280,9 +280,11 @@ def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _O
     return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
 
 
-def _activation(x: Activation, cols: int) -> tuple[ctypes.Array[ctypes.c_uint64], Tensor | None]:
+def _activation(
+    x: Activation, box_rows: int
+) -> tuple[ctypes.Array[ctypes.c_uint64], Tensor | None]:
     values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
-    return _tensor_map(values.data_ptr(), *values.shape, values.element_size(), cols), scale
+    return _tensor_map(values.data_ptr(), *values.shape, values.element_size(), box_rows), scale
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,6 +24,7 @@ class Plan:
         split: CTAs that share a tile's K.
         prefetch: K tiles a CTA asks into the L2 beyond its ring before it waits.
         blocks_per_sm: CTAs an SM must have registers for.
+        is_multicast: the CTAs that quantise together share what they fetch of x.
         norm: rows that every CTA normalises itself; 0 if x comes normalised.
     """
 
@@ -33,6 +34,7 @@ class Plan:
     split: int
     prefetch: int = 0
     blocks_per_sm: int = 1
+    is_multicast: bool = False
     norm: int = 0
 
     def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
@@ -45,6 +47,7 @@ class Plan:
             "STAGES": self.stages,
             "SPLIT": self.split,
             "BLOCKS_PER_SM": self.blocks_per_sm,
+            "MULTICAST": int(self.is_multicast),
             "NORM": self.norm,
             "ITEMS": ceil_div(ceil_div(in_features, 128) * 128, values_per_pass)
             if self.norm
@@ -54,6 +57,10 @@ class Plan:
     def cluster(self, is_gate_up: bool, is_fp8: bool) -> int:
         """CTAs of a cluster: the parts of K, or the CTAs that quantise 128 features together."""
         return 4 // self.warpgroups if is_gate_up and is_fp8 else self.split
+
+    def rows_per_fetch(self, is_gate_up: bool, is_fp8: bool) -> int:
+        """Rows of x that a CTA fetches at once."""
+        return self.cols // (self.cluster(is_gate_up, is_fp8) if self.is_multicast else 1)
 
     def shared_bytes(self, is_fp8: bool, is_gate_up: bool, num_blocks: int) -> int:
         """Dynamic shared memory, as the kernel lays it out."""

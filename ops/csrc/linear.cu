@@ -12,8 +12,9 @@
 // Defines: IS_FP8 (e4m3 with a scale per 1x128 of x and 128x128 of the weight, else bf16), COLS,
 // WARPGROUPS, STAGES, SPLIT, GATE_UP (rows are 8 of gate, 8 of up, ...; SwiGLU; fp8 is quantised
 // again, for which the CTAs of 128 features form a cluster), NORM (not 0: x is bf16 and each CTA
-// normalises these many rows itself, 8 values x ITEMS per thread), BLOCKS_PER_SM (CTAs an SM must have
-// registers for).
+// normalises these many rows itself, 8 values x ITEMS per thread), MULTICAST (the CTAs of a cluster
+// work on the same K and share what they fetch of x), BLOCKS_PER_SM (CTAs an SM must have registers
+// for).
 
 #include "linear_epilogue.cuh"
 #include "linear_norm.cuh"
@@ -35,6 +36,7 @@ struct Problem {
   int scale_stride;
   int tile, begin, end;  // of this CTA: its first row tile / WARPGROUPS, its K tiles
   int first_row;         // of x
+  int rank;              // in the cluster
   int prefetch;          // K tiles asked into the L2 beyond the ring before waiting
 };
 
@@ -52,17 +54,30 @@ DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int 
                        tile_address(p, group, block), kTileBytes, barrier);
 }
 
+// With MULTICAST every CTA of the cluster fetches its share of the rows, for all of them.
 DEVICE void load_activations(const Shared& shared, const Problem& p, const TensorMap& map, int block,
                              int stage) {
   if (NORM) return;
   const u32 barrier = shared.full + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, COLS) * 4 : 0;
   barrier_expect(barrier, kActBytes + scale_bytes);
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(shared.operand + stage * kStageBytes),
-      "l"(&map), "r"(block * (IS_FP8 ? 128 : 64)), "r"(p.first_row), "r"(barrier)
-      : "memory");
+  const u32 target = shared.operand + stage * kStageBytes;
+  const int column = block * (IS_FP8 ? 128 : 64);
+  if constexpr (MULTICAST) {
+    constexpr int kShare = COLS / kCluster;
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target + p.rank * kShare * 128),
+        "l"(&map), "r"(column), "r"(p.first_row + p.rank * kShare), "r"(barrier),
+        "h"(static_cast<unsigned short>((1 << kCluster) - 1))
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+        "%3}], [%4];" ::"r"(target),
+        "l"(&map), "r"(column), "r"(p.first_row), "r"(barrier)
+        : "memory");
+  }
   if (IS_FP8)
     bulk_copy(shared.scales + stage * COLS * 4,
               p.act_scales + static_cast<i64>(block) * p.scale_stride + p.first_row, scale_bytes,
@@ -125,6 +140,15 @@ DEVICE void multiply(float (&d)[COLS / 2], u32 weights, u32 activations, bool ac
   for (int i = 0; i < COLS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// This warp is done with a stage; all CTAs that write into it must know.
+DEVICE void release(u32 barrier, int lane) {
+  if (!MULTICAST) {
+    if (lane == 0) barrier_arrive(barrier);
+  } else if (lane < kCluster) {
+    cluster_barrier_arrive(cluster_address(barrier, lane));
+  }
+}
+
 // The sums over this CTA's part of K, in the register layout of wgmma.cuh.
 DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* tile_scales,
                     const float2* act_scales, int num_blocks, int group, int lane) {
@@ -144,7 +168,7 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       wgmma_wait<0>();
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared.empty + stage * 8);
+    release(shared.empty + stage * 8, lane);
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 }
@@ -213,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   if (thread == kConsumers) {
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.full + stage * 8, NORM ? 1 : 2);  // weights, activations
-      barrier_init(shared.empty + stage * 8, kConsumers / 32);
+      barrier_init(shared.empty + stage * 8, kConsumers / 32 * (MULTICAST ? kCluster : 1));
     }
     barrier_init_fence();
   }
@@ -222,10 +246,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
       block_scales[i] = tile_scales[static_cast<i64>(tile * WARPGROUPS + i % WARPGROUPS) * num_blocks +
                                     begin + i / WARPGROUPS];
   __syncthreads();
+  if (MULTICAST) cluster_sync();  // the barriers of all CTAs are there
   if (kCluster > 1 && !kExchangesInRing) cluster_arrive();  // this CTA runs, its exchange is there
   if (warp == kConsumers / 32) {
     const Problem problem = {tiles, act_scales, num_blocks, output.scale_stride, tile,
-                             begin, end, first_row, prefetch};
+                             begin, end, first_row, rank, prefetch};
     if (lane == 0) produce(shared, problem, map);
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();

@@ -23,6 +23,7 @@ constexpr int kGroups = kRows / 8 / SPLIT;  // 8-row groups that a CTA of the cl
 static_assert(!GATE_UP || SPLIT == 1, "SwiGLU needs whole sums");
 static_assert(kRows / 8 % SPLIT == 0, "every rank finishes as many rows");
 static_assert(!kExchangesInRing || kExchangeBytes <= STAGES * kStageBytes, "the ring is too short");
+static_assert(!MULTICAST || (kQuantises && !NORM && COLS / kCluster % 8 == 0), "whole 8-row groups");
 static_assert(NORM <= COLS && COLS % 8 == 0, "rows to normalise");
 
 DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }

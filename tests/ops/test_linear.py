@@ -6,6 +6,8 @@ dequantised inputs; the tensor cores keep at least 13 bits of a sum of 128, the 
 Against bf16 inputs that were never quantised the cosine is above 0.998.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -363,3 +365,15 @@ def test_every_way_to_cut_k_gives_the_same_sums(cols, warpgroups, split):
         plan = Plan(cols, warpgroups, 2, split)
         out = poisoned_launch(activation(x, kind), packed(weight, kind), 320, plan=plan)
         assert error(out, exact_rows(x, kind) @ exact(weight, kind).T) < MAX_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("cols", "warpgroups"), [(32, 1), (64, 1), (64, 2), (128, 2)])
+def test_rows_fetched_once_for_a_cluster_are_the_same_rows(cols, warpgroups):
+    weight = packed(random_weight(2560, 1024, "cuda"), "bsfp8", is_gate_up=True)
+    x = quantize_rows(random_rows(cols - 3, 1024, "cuda"))
+    plan = Plan(cols, warpgroups, 3, 1)
+    alone = poisoned_launch(x, weight, 1280, plan=plan)
+    shared = poisoned_launch(x, weight, 1280, plan=replace(plan, is_multicast=True))
+    assert torch.equal(shared.data.view(torch.uint8), alone.data.view(torch.uint8))
+    assert torch.equal(shared.scale, alone.scale)
