@@ -43,7 +43,8 @@ def speak(model: DualAR, cache: KVCache, slots: list[int], chunk: int | None = N
     state = model.new_frame_state(NUM_SLOTS)
     for slot in slots:
         sampling = SamplingParams(0.9, 0.95, 40, slot)
-        enter(model, cache, state, slot, random_prompt(30 + 21 * slot, slot), sampling, chunk)
+        prompt = random_prompt(30 + 21 * slot, slot).to(model.device)
+        enter(model, cache, state, slot, prompt, sampling, chunk)
     return decode(model, state, slots, cache, NUM_FRAMES)
 
 
@@ -128,3 +129,31 @@ def test_prefill_needs_pages(model):
     cache.assign(0, [1])
     with pytest.raises(AssertionError):
         model.prefill(random_prompt(9, 0), cache, 0, 0)
+
+
+@pytest.mark.gpu
+def test_cuda_pages_in_any_order_give_the_same_bits():
+    model = make_random_model(device="cuda")
+    whole = model.new_cache(NUM_SLOTS, 256, page_size=256)
+    want = speak(model, whole, [2, 0, 1])
+    assert model.new_cache(1, 256).page_size == 32
+    assert torch.equal(speak(model, paged(model, 32), [2, 0, 1]), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_cuda_the_table_is_uploaded_without_a_wait():
+    table, rng = PageTable(5, 40, torch.device("cuda")), random.Random(3)
+    pages: list[list[int]] = [[]] * 5
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(500):
+            slot = rng.randrange(5)
+            pages[slot] = rng.sample(range(1, 1000), rng.randrange(41))
+            table.assign(slot, pages[slot])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    rows = table.on_device.tolist()
+    assert rows[5] == [0] * 40
+    assert [row[: len(pages[slot])] for slot, row in enumerate(rows[:5])] == pages
+    assert all(not any(row[len(pages[slot]) :]) for slot, row in enumerate(rows[:5]))

@@ -172,3 +172,24 @@ def test_too_few_pages_are_refused_at_start_in_one_sentence() -> None:
     engine = PingPongEngine(tiny_model(), EngineConfig(**config, kv_pages=40))
     with pytest.raises(ConfigError, match="too few for the default voice"):
         engine.warm_up((voice(),))
+
+
+@pytest.mark.gpu
+def test_cuda_poison_in_free_pages_is_never_heard() -> None:
+    """One session at a time: on the GPU bits depend on the size of the batch."""
+    said = []
+    for is_poisoned in (False, True):
+        model = tiny_model(device="cuda", context="dialogue")
+        with running(model, num_slots=2, max_positions=512) as (engine, recorder):
+            assert engine._cache.page_size == 32
+            if is_poisoned:
+                poison_free_pages(engine)
+            slots = [open_slot(engine, recorder, seed=i, voice_seed=i) for i in range(2)]
+            said += [
+                speak(engine, recorder, slot, turn, *TEXTS[turn : turn + 2])
+                for turn in range(3)
+                for slot in slots
+            ]
+    for want, got in zip(said[:6], said[6:], strict=True):
+        assert len(want)
+        np.testing.assert_array_equal(got, want)
