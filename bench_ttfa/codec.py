@@ -108,12 +108,7 @@ def is_dac(codec: Codec) -> bool:
 
 def state_bytes(codec: Codec) -> int:
     """Of one stream."""
-    state = codec.init_state(1)
-    if isinstance(state, dict):
-        tensors = list(state.values())
-    else:
-        tensors = [state.positions, state.history, state.ring.keys, state.ring.values]
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(tensor.nbytes for tensor in codec.state_tensors(codec.init_state(1)))
 
 
 def snr_db(codec: Codec, plain: Codec, device: str) -> float:

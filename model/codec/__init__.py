@@ -44,6 +44,10 @@ class Codec(Protocol):
     def codebook_sizes(self) -> tuple[int, ...]:
         """Size of each codebook; codes beyond are clamped by decode."""
 
+    @property
+    def has_exact_chunks(self) -> bool:
+        """Whether a stream's samples are the same bits however its frames are cut into calls."""
+
     def encode(self, wav: Tensor) -> Tensor:
         """wav f32 [B, N] -> codes i32 [B, K, ceil(N / frame_samples)]."""
 
@@ -52,6 +56,9 @@ class Codec(Protocol):
 
     def init_state(self, num_slots: int) -> CodecState:
         """All streaming state of `num_slots` streams: fixed-size tensors [num_slots, ...]."""
+
+    def state_tensors(self, state: CodecState) -> list[Tensor]:
+        """What the state is made of."""
 
     def reset_state(self, state: CodecState, rows: Tensor) -> None:
         """Put the streams in rows i64 [R] back to their beginning."""

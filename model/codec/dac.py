@@ -78,6 +78,11 @@ class DacCodec:
             self.state_dtype = self.dtype
             self.decoder = _Decoder(config, weights.at("decoder"), quantizer)
 
+    @property
+    def has_exact_chunks(self) -> bool:
+        """The kernels add up every sum in an order of its own, libraries in one of their choice."""
+        return isinstance(self.decoder, FusedDecoder) and self.device.type == "cuda"
+
     @torch.no_grad()
     def encode(self, wav: Tensor) -> Tensor:
         """Encode whole clips.
@@ -122,6 +127,10 @@ class DacCodec:
         positions = torch.zeros(num_slots, dtype=torch.int64, device=self.device)
         ring = KvRing.zeros(num_slots, self.config.post, self.device, self.state_dtype)
         return DacState(positions, history, ring)
+
+    def state_tensors(self, state: DacState) -> list[Tensor]:
+        """What the state is made of."""
+        return [state.positions, state.history, state.ring.keys, state.ring.values]
 
     def reset_state(self, state: DacState, rows: Tensor) -> None:
         """Put the streams in `rows` (i64 [R]) back to their beginning."""

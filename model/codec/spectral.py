@@ -280,6 +280,11 @@ class SpectralCodec(nn.Module):
     def codebook_sizes(self) -> tuple[int, ...]:
         return (self.config.codebook_size,) * self.config.num_codebooks
 
+    @property
+    def has_exact_chunks(self) -> bool:
+        """Attention over one query and over several are different products."""
+        return False
+
     def unfuse(self) -> None:
         """Forget the fused weights: the next `decode_stream` builds them from the parameters."""
         self._fused = None
@@ -328,6 +333,10 @@ class SpectralCodec(nn.Module):
         state = {k: torch.zeros(num_slots, *shape, device=device) for k, shape in shapes.items()}
         state["num_frames"] = torch.zeros(num_slots, dtype=torch.int64, device=device)
         return state
+
+    def state_tensors(self, state: CodecState) -> list[Tensor]:
+        """What the state is made of."""
+        return list(state.values())
 
     @torch.inference_mode()
     def reset_state(self, state: CodecState, rows: Tensor) -> None:

@@ -172,6 +172,7 @@ class DecodeLoop:
         num_rows = len(streams)
         buffer.started.record()
         frame = self.frames.launch([stream.join.slot.idx for stream in streams])
+        buffer.copied.wait_on_stream()
         buffer.codes[:num_rows].copy_(frame.codes[:num_rows])
         buffer.stepped.record()
         buffer.rows = [self._row(stream, now_ns) for stream in streams]
@@ -239,4 +240,5 @@ def _new_buffer(model: SpeechModel, num_slots: int) -> StepBuffer:
         codes=torch.zeros(num_slots, model.codec.num_codebooks, dtype=torch.int32, device=device),
         started=Event(device, is_timed=True),
         stepped=Event(device, is_timed=True),
+        copied=Event(device),
     )

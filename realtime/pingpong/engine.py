@@ -188,6 +188,8 @@ class PingPongEngine:
             "decode_host_us": decode.times.host_ns / 1e3,
             "decode_busy_share": decode.times.busy_share,
             "vocode_frames_total": vocode.num_frames,
+            "vocode_calls_total": vocode.num_calls,
+            "vocode_host_us": vocode.host_ns / 1e3 / max(1, vocode.num_calls),
             "prefill_positions_total": prefill.kv.num_positions,
             "prefill_queue": len(prefill.inbox),
             "vocode_queue": len(vocode.inbox),
@@ -199,6 +201,8 @@ class PingPongEngine:
             "kv_bytes": self._cache.kv.nbytes,
             "weight_bytes": self._weight_bytes,
             "graph_bytes": decode.frames.graph_bytes,
+            "codec_graph_bytes": vocode.runner.graph_bytes,
+            "codec_state_bytes": vocode.runner.state_bytes,
             "slots_waiting_for_pages": prefill.kv.memory.num_waiting,
         }
 
@@ -225,6 +229,7 @@ class PingPongEngine:
             for voice in voices:
                 self._prefill.warm_up(voice)  # `/ready` promises it
             self._decode.frames.capture(_progress)
+            self._vocode.runner.capture(_progress)
             for num_rows in range(1, self._slots.num_slots + 1):
                 self._warm_batch(num_rows)
         logger.info("device memory in MiB: %s", self._memory_mib())
@@ -248,18 +253,21 @@ class PingPongEngine:
 
     def _warm_batch(self, num_rows: int) -> None:
         model, num_slots = self._model, self._slots.num_slots
+        if model.device.type != "cpu":  # capturing has run everything
+            return
         state = model.dual_ar.new_frame_state(num_slots)
         codec_state = model.codec.init_state(num_slots)
-        slots = torch.arange(num_rows, device=model.device)
+        slots = torch.arange(num_rows)
         codes = torch.zeros(num_rows, model.codec.num_codebooks, 1, dtype=torch.int32)
         for _ in range(2):
-            if model.device.type == "cpu":  # elsewhere capturing has run the frame
-                model.dual_ar.decode_frame(state, slots, self._cache)
-            model.codec.decode_stream(codes.to(model.device), codec_state, slots)
+            model.dual_ar.decode_frame(state, slots, self._cache)
+            model.codec.decode_stream(codes, codec_state, slots)
 
     def _memory_mib(self) -> dict[str, float]:
         stats = self.stats()
-        names = ("weight_bytes", "kv_bytes", "graph_bytes")
+        names = (
+            "weight_bytes", "kv_bytes", "graph_bytes", "codec_graph_bytes", "codec_state_bytes"
+        )  # fmt: skip
         return {name.removesuffix("_bytes"): round(stats[name] / 2**20, 1) for name in names}
 
     # ------------------------------------------------------------------ threads

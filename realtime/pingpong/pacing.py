@@ -3,11 +3,13 @@
 The policies are pure functions of leads and times in nanoseconds; the loops bring the clocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from realtime.pingpong.messages import SlotRef
+
+_DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
 
 
 @dataclass(slots=True)
@@ -69,19 +71,87 @@ def rows_to_run(
     step_ns: int = 0,
     bucket_of: Callable[[int], int] = lambda num_rows: num_rows,
 ) -> list[int]:
-    """Which streams take part in the next step.
+    """Which streams take part in the next step: all below their cap, while a step of them takes no
+    longer than a frame plays. Beyond that the listeners who run dry go first, and those with audio
+    in hand only fill up the rows that are computed anyway.
 
     Args:
         frame_ns: duration of a frame's audio.
-        step_ns: expected time of a step of all the streams; 0: not known.
+        step_ns: time of a step as of late; 0: not known.
         bucket_of: rows that are computed anyway when so many run (the graph's size).
 
     Returns:
         Indices into `streams`, ascending.
     """
-    return [i for i, stream in enumerate(streams) if stream.lead_ns < stream.max_lead_ns]
+    allowed = [i for i, stream in enumerate(streams) if stream.lead_ns < stream.max_lead_ns]
+    if step_ns <= frame_ns or not allowed:
+        return allowed
+    by_deadline = sorted(allowed, key=lambda i: streams[i].lead_ns)
+    num_dry = sum(streams[i].lead_ns < _DRY_STEPS * step_ns for i in allowed)
+    if num_dry == 0:
+        return allowed
+    return sorted(by_deadline[: max(num_dry, bucket_of(num_dry))])
 
 
 def pause_ns(streams: Sequence[Candidate]) -> int | None:
     """Time until the first stream's lead is below its cap; None without streams."""
     return max(0, min(s.lead_ns - s.max_lead_ns for s in streams)) if streams else None
+
+
+class Waiting(NamedTuple):
+    """A slot's frames that could be decoded to PCM."""
+
+    num_frames: int
+    lead_ns: int  # of what is decoded, or being decoded
+    is_last: bool  # nothing is to be waited for: what follows them is an event
+
+
+class CallPlan(NamedTuple):
+    """The codec's next call: `chunk` frames of each of `slots`, the most urgent first. Without
+    slots nothing is due before `due_in_ns`; None: before there are more frames."""
+
+    chunk: int
+    slots: list[int]
+    due_in_ns: int | None
+
+
+def next_call(
+    waiting: Mapping[int, Waiting],
+    *,
+    frame_ns: int,
+    max_chunk: int,
+    max_streams: Callable[[int], int],
+) -> CallPlan:
+    """What the codec decodes next: the slots whose listeners need it first, and with them those
+    that are due for as many frames.
+
+    A slot is due when it has as many frames as a chunk may have: one for a listener who has
+    nothing, and twice as many whenever the listener has twice as much; a chunk is at most half of
+    the lead. So the first packet leaves after the first frame, and a stream far ahead costs least.
+
+    Args:
+        waiting: by slot.
+        frame_ns: duration of a frame's audio.
+        max_chunk: a power of two.
+        max_streams: of one call, by the chunk.
+    """
+    due: dict[int, int] = {}  # slot -> chunk
+    waits: list[int] = []
+    for slot, item in waiting.items():
+        limit = min(max_chunk, _power_of_two(item.num_frames))
+        wanted = min(max_chunk, _power_of_two(item.lead_ns // (2 * frame_ns)))
+        if item.is_last or limit >= wanted:
+            due[slot] = limit
+        else:  # when the lead has fallen below what the next larger chunk asks for
+            waits.append(item.lead_ns - 4 * limit * frame_ns + 1)
+    if not due:
+        return CallPlan(0, [], min(waits) if waits else None)
+    by_deadline = sorted(due, key=lambda slot: waiting[slot].lead_ns)
+    chunk = due[by_deadline[0]]
+    slots = [slot for slot in by_deadline if due[slot] == chunk]
+    return CallPlan(chunk, slots[: max_streams(chunk)], 0)
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not larger than the number; 1 at least."""
+    return 1 << max(0, number.bit_length() - 1)

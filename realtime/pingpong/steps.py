@@ -60,12 +60,13 @@ class StepBuffer:
     """Fixed memory of one step. Free -> filled by decode, which hands it on as soon as the ends are
     known, while the device still works on the codes -> read by vocode -> freed by vocode.
 
-    codes: i32 [num_slots, K] (device), valid after `stepped`
+    codes: i32 [num_slots, K] (device), valid after `stepped`; vocode has them after `copied`
     is_end: of each row, whether the stream ended before this frame
     """
 
     codes: Tensor
     started: Event
     stepped: Event
+    copied: Event
     rows: list[StepRow] = field(default_factory=list)
     is_end: list[bool] = field(default_factory=list)

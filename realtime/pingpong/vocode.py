@@ -1,19 +1,26 @@
 """The vocode thread: codes -> PCM with exact streaming state, and the one mouth of the engine.
 
-All that a working engine says passes through this thread's queue, so that the order of events is
-the order of audio: a turn's end never overtakes its last frame. Only the `SlotFailed` of an engine
-that dies goes past it: this thread may be the one that is gone.
+All that a working engine says passes through this thread, slot by slot in the order of the audio: a
+turn's end never overtakes its last frame. Only the `SlotFailed` of an engine that dies goes past
+it: this thread may be the one that is gone.
+
+A frame is decoded at once while its listener needs it, and together with the next ones while they
+have enough to hear (`pacing.next_call`): more frames per call cost less each. The device has the next
+call before the host waits for the one before it.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from model.speech_model import SpeechModel
-from realtime.pingpong.device import Event as DeviceEvent
-from realtime.pingpong.device import IndexUpload, host_buffer, stream_scope
+from realtime.pingpong.codec_calls import Call, CodecRunner
+from realtime.pingpong.device import stream_scope
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import (
     EngineWarning,
@@ -24,9 +31,31 @@ from realtime.pingpong.messages import (
     TurnBegin,
     TurnEnd,
 )
-from realtime.pingpong.pacing import ClockTable
+from realtime.pingpong.pacing import CallPlan, ClockTable, Waiting, next_call
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
+
+
+@dataclass(slots=True)
+class _Voice:
+    """A slot's frames and events that have not been said, in order."""
+
+    idx: int
+    queue: deque[StepRow | Event] = field(default_factory=deque)
+    num_put: int = 0  # frames since the stream began
+    num_called: int = 0
+    num_in_flight: int = 0  # frames
+    ended: tuple[SlotRef, int, int] | None = None  # the last segment
+
+    @property
+    def num_waiting(self) -> int:
+        """Frames before the next event."""
+        num_frames = 0
+        for item in self.queue:
+            if not isinstance(item, StepRow):
+                break
+            num_frames += 1
+        return num_frames
 
 
 class VocodeLoop:
@@ -41,44 +70,68 @@ class VocodeLoop:
     ) -> None:
         num_slots = slots.num_slots
         self.inbox: Mailbox[StepBuffer | Event] = Mailbox(max_items=16 + 8 * num_slots)
-        self._model = model
+        self.runner = CodecRunner(model.codec, model.device, num_slots)
+        self._device = model.device
         self._slots = slots
         self._free = free
         self._sink = sink
-        self._state = model.codec.init_state(num_slots)
-        self._pcm = host_buffer((num_slots, model.codec.frame_samples), torch.float32, model.device)
-        self._upload_rows = IndexUpload(num_slots, model.device)
-        self._upload_slots = IndexUpload(num_slots, model.device)
-        self._ended: list[tuple[SlotRef, int, int] | None] = [None] * num_slots
+        self._voices = [_Voice(idx) for idx in range(num_slots)]
+        self._in_flight: deque[tuple[Call, int, list[tuple[_Voice, StepRow]]]] = deque()
         self._clocks = ClockTable(num_slots)
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
+        self._frame_samples = model.codec.frame_samples
         self.num_frames = 0
+        self.num_calls = 0
+        self.host_ns = 0  # of this thread's work, without waiting
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
-        with torch.inference_mode(), stream_scope(self._model.device):
+        with torch.inference_mode(), stream_scope(self._device):
+            wait_s: float | None = None
             while not is_stopping():
-                item = self.inbox.take()
-                if item is None:
-                    return
-                self.step(item)
+                for item in self.inbox.take_all(wait_s):
+                    self.step(item)
+                wait_s = self._advance()
 
     def step(self, item: StepBuffer | Event) -> None:
+        """Take an item; on the CPU, say all that it leads to."""
+        begun_ns = time.perf_counter_ns()
         if isinstance(item, StepBuffer):
-            self._vocode(item)
-        elif isinstance(item, TurnEnd):
-            self._sink(self._with_underruns(item))
+            self._take_step(item)
         else:
-            self._sink(item)
+            self._voices[item.slot.idx].queue.append(item)
+            self._say_events(self._voices[item.slot.idx])
+        self.host_ns += time.perf_counter_ns() - begun_ns
+        if self._device.type == "cpu":
+            while self._call(self._plan()) or self._in_flight:
+                self._read_oldest()
 
-    def _vocode(self, step: StepBuffer) -> None:
-        rows = step.rows
-        flags = step.is_end
-        live = [i for i, row in enumerate(rows) if not flags[i] and self._is_wanted(row)]
+    # ------------------------------------------------------------------ in
+
+    def _take_step(self, step: StepBuffer) -> None:
+        """Keep the codes of the rows that are wanted, and what their ends lead to."""
+        fresh, places = [], []
+        live = []
+        for row, is_end in zip(step.rows, step.is_end, strict=True):
+            voice = self._voices[row.slot.idx]
+            if is_end or not self._is_wanted(row):
+                places.append(self.runner.place(self.runner.dummy_slot, 0))
+                continue
+            if row.first_frame + row.frame == 0:
+                self._drop_stale(voice)
+                voice.num_put = voice.num_called = 0
+                fresh.append(voice.idx)
+            places.append(self.runner.place(voice.idx, voice.num_put))
+            voice.num_put += 1
+            live.append((voice, row))
         if live:
-            pcm = self._decode(step, live)
-            for line, i in enumerate(live):
-                self._emit_pcm(rows[i], pcm[line].clone())
-        for row, is_end in zip(rows, flags, strict=True):
+            step.stepped.wait_on_stream()
+            if fresh:
+                self.runner.begin(fresh)
+            self.runner.put(step.codes[: len(places)], places)
+        step.copied.record()
+        for voice, row in live:
+            voice.queue.append(row)
+        for row, is_end in zip(step.rows, step.is_end, strict=True):
             if (is_end or row.is_limit) and self._is_wanted(row):
                 self._end_segment(row, is_end)
         self._free(step)
@@ -86,26 +139,102 @@ class VocodeLoop:
     def _is_wanted(self, row: StepRow) -> bool:
         """Not stale, and not the surplus frame after the segment's end."""
         key = (row.slot, row.turn_id, row.segment)
-        return self._slots.is_current(row.slot) and self._ended[row.slot.idx] != key
+        return self._slots.is_current(row.slot) and self._voices[row.slot.idx].ended != key
 
-    def _decode(self, step: StepBuffer, live: list[int]) -> torch.Tensor:
-        """f32 [len(live), frame_samples] (host), valid until the next call."""
-        rows = [step.rows[i] for i in live]
-        step.stepped.wait_on_stream()
-        fresh = [row.slot.idx for row in rows if row.first_frame + row.frame == 0]
-        if fresh:
-            self._model.codec.reset_state(self._state, self._upload_slots(fresh))
-        codes = step.codes[self._upload_rows(live)].unsqueeze(-1)
-        slots = self._upload_slots([row.slot.idx for row in rows])
-        pcm = self._model.codec.decode_stream(codes, self._state, slots)
-        host = self._pcm[: len(live)]
-        host.copy_(pcm, non_blocking=True)
-        copied = DeviceEvent(self._model.device)
-        copied.record()
-        copied.wait_on_host()
-        return host
+    def _end_segment(self, row: StepRow, is_end: bool) -> None:
+        voice = self._voices[row.slot.idx]
+        voice.ended = (row.slot, row.turn_id, row.segment)
+        num_frames = row.frame + (0 if is_end else 1)
+        if not is_end:
+            message = f"segment {row.segment} was cut at the limit of {num_frames} frames"
+            voice.queue.append(EngineWarning(row.slot, row.turn_id, "frame_limit", message))
+        voice.queue.append(SegmentEnd(row.slot, row.turn_id, row.segment, num_frames))
+        self._say_events(voice)
 
-    def _emit_pcm(self, row: StepRow, pcm: torch.Tensor) -> None:
+    def _drop_stale(self, voice: _Voice) -> None:
+        """Nobody hears the frames of a generation that is over."""
+        head = voice.queue[0] if voice.queue else None
+        if isinstance(head, StepRow) and not self._slots.is_current(head.slot):
+            is_over = [isinstance(i, StepRow) and i.slot == head.slot for i in voice.queue]
+            voice.queue = deque(
+                item for item, over in zip(voice.queue, is_over, strict=True) if not over
+            )
+            self._say_events(voice)
+
+    # ------------------------------------------------------------------ calls
+
+    def _advance(self) -> float | None:
+        """Give the device what is due, and read a call if nothing else is to do. Returns how long
+        the inbox may be waited for."""
+        begun_ns = time.perf_counter_ns()
+        plan = self._plan()
+        has_called = False
+        while self.runner.can_call and self._call(plan):
+            has_called = True
+            plan = self._plan()
+        self.host_ns += time.perf_counter_ns() - begun_ns
+        if self._in_flight and (not has_called or not self.runner.can_call):
+            self._read_oldest()
+            return 0.0
+        if self._in_flight or plan.slots:
+            return 0.0
+        return None if plan.due_in_ns is None else plan.due_in_ns / 1e9 + 1e-4
+
+    def _plan(self) -> CallPlan:
+        now_ns = time.perf_counter_ns()
+        voices = [voice for voice in self._voices if voice.queue]
+        for voice in voices:
+            self._drop_stale(voice)
+        waiting = {}
+        for voice in voices:
+            num_frames = voice.num_waiting
+            if num_frames:
+                head = voice.queue[0]
+                lead_ns = self._clocks.of(head.slot).lead_ns(now_ns)
+                lead_ns += voice.num_in_flight * self._frame_ns
+                waiting[voice.idx] = Waiting(num_frames, lead_ns, len(voice.queue) > num_frames)
+        return next_call(
+            waiting,
+            frame_ns=self._frame_ns,
+            max_chunk=self.runner.max_chunk,
+            max_streams=self.runner.max_streams,
+        )
+
+    def _call(self, plan: CallPlan) -> bool:
+        """Enqueue a planned call; False if there is nothing to call for."""
+        if not plan.slots:
+            return False
+        rows, places = [], []
+        for idx in plan.slots:
+            voice = self._voices[idx]
+            first = voice.queue[0]
+            assert isinstance(first, StepRow), first
+            rows.append((voice, first))
+            for _ in range(plan.chunk):
+                voice.queue.popleft()
+                places.append(self.runner.place(idx, voice.num_called))
+                voice.num_called += 1
+            voice.num_in_flight += plan.chunk
+        self._in_flight.append((self.runner.call(plan.slots, places, plan.chunk), plan.chunk, rows))
+        self.num_calls += 1
+        return True
+
+    # ------------------------------------------------------------------ out
+
+    def _read_oldest(self) -> None:
+        call, chunk, rows = self._in_flight.popleft()
+        pcm, is_pinned = call.wait(), self._device.type == "cuda"
+        begun_ns = time.perf_counter_ns()
+        for (voice, row), samples in zip(rows, pcm.numpy(), strict=True):
+            voice.num_in_flight -= chunk
+            if self._slots.is_current(row.slot):
+                # Pinned memory is used again; what the CPU made is the receiver's.
+                self._say_frames(row, chunk, samples.copy() if is_pinned else samples)
+            self._say_events(voice)
+        self.runner.done(call)
+        self.host_ns += time.perf_counter_ns() - begun_ns
+
+    def _say_frames(self, row: StepRow, num_frames: int, pcm: NDArray[np.float32]) -> None:
         now_ns = time.perf_counter_ns()
         frame = row.first_frame + row.frame
         clock = self._clocks.of(row.slot)
@@ -113,17 +242,16 @@ class VocodeLoop:
             clock.start_turn()
             row.stamps_ns["first_pcm"] = now_ns
             self._sink(TurnBegin(row.slot, row.turn_id, dict(row.stamps_ns)))
-        clock.add(self._frame_ns, now_ns, is_turn_start=frame == 0)
-        self.num_frames += 1
-        self._sink(FramePcm(row.slot, row.turn_id, row.segment, frame, 1, pcm.numpy()))
+        clock.add(num_frames * self._frame_ns, now_ns, is_turn_start=frame == 0)
+        self.num_frames += num_frames
+        self._sink(FramePcm(row.slot, row.turn_id, row.segment, frame, num_frames, pcm))
 
-    def _end_segment(self, row: StepRow, is_end: bool) -> None:
-        self._ended[row.slot.idx] = (row.slot, row.turn_id, row.segment)
-        num_frames = row.frame + (0 if is_end else 1)
-        if not is_end:
-            message = f"segment {row.segment} was cut at the limit of {num_frames} frames"
-            self._sink(EngineWarning(row.slot, row.turn_id, "frame_limit", message))
-        self._sink(SegmentEnd(row.slot, row.turn_id, row.segment, num_frames))
+    def _say_events(self, voice: _Voice) -> None:
+        """Those that no frame is before."""
+        while voice.queue and not voice.num_in_flight and not isinstance(voice.queue[0], StepRow):
+            event = voice.queue.popleft()
+            assert not isinstance(event, StepRow), event
+            self._sink(self._with_underruns(event) if isinstance(event, TurnEnd) else event)
 
     def _with_underruns(self, end: TurnEnd) -> TurnEnd:
         if end.num_frames == 0:

@@ -1,0 +1,121 @@
+"""Who runs: pure policies over leads and times."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realtime.pingpong.pacing import Candidate, Waiting, next_call, pause_ns, rows_to_run
+
+MS = 1_000_000
+FRAME = 46 * MS
+FAR = 600_000 * MS
+
+leads = st.integers(0, 5_000 * MS)
+candidates = st.lists(st.builds(Candidate, leads, st.integers(40 * MS, FAR)), max_size=20)
+
+
+def run(streams, step_ms, bucket_of=lambda n: n):
+    return rows_to_run(streams, frame_ns=FRAME, step_ns=step_ms * MS, bucket_of=bucket_of)
+
+
+def test_whoever_is_below_the_cap_runs_while_the_device_keeps_up():
+    streams = [Candidate(0, FAR), Candidate(500 * MS, 500 * MS), Candidate(499 * MS, 500 * MS)]
+    assert run(streams, 0) == run(streams, 46) == [0, 2]
+
+
+def test_beyond_that_those_who_run_dry_go_first():
+    streams = [Candidate(lead * MS, FAR) for lead in (400, 90, 3000, 0, 200)]
+    assert run(streams, 60) == [1, 3]
+
+
+def test_rows_that_are_computed_anyway_go_to_the_next_deadlines():
+    streams = [Candidate(lead * MS, FAR) for lead in (400, 90, 3000, 0, 200)]
+    assert run(streams, 60, bucket_of=lambda _: 4) == [0, 1, 3, 4]
+
+
+def test_streams_without_a_listener_fill_what_is_idle():
+    bulk, paced = Candidate(60_000 * MS, FAR), Candidate(2000 * MS, 2000 * MS)
+    assert run([bulk, paced], 60) == [0]
+    assert run([bulk, Candidate(10 * MS, 2000 * MS)], 60) == [1]
+
+
+@given(candidates, st.integers(0, 200))
+def test_only_streams_below_their_cap_run_and_somebody_does(streams, step_ms):
+    chosen = run(streams, step_ms, bucket_of=lambda n: min(len(streams), 2 * n))
+    allowed = [i for i, s in enumerate(streams) if s.lead_ns < s.max_lead_ns]
+    assert chosen == sorted(set(chosen)) and set(chosen) <= set(allowed)
+    assert bool(chosen) == bool(allowed)
+    left_out = set(allowed) - set(chosen)
+    assert all(streams[i].lead_ns <= streams[j].lead_ns for i in chosen for j in left_out)
+
+
+def test_a_pause_ends_when_the_first_lead_is_below_its_cap():
+    streams = [Candidate(700 * MS, 500 * MS), Candidate(530 * MS, 500 * MS)]
+    assert pause_ns(streams) == 30 * MS
+    assert pause_ns([]) is None and pause_ns([Candidate(0, FAR)]) == 0
+
+
+def plan(waiting, max_chunk=8, max_streams=lambda chunk: 64):
+    return next_call(waiting, frame_ns=FRAME, max_chunk=max_chunk, max_streams=max_streams)
+
+
+def test_the_first_frame_leaves_at_once():
+    assert plan({3: Waiting(1, 0, False)})[:2] == (1, [3])
+
+
+def test_chunks_grow_with_the_lead():
+    wants = {1: 0, 2: 4 * FRAME, 4: 8 * FRAME, 8: 16 * FRAME}
+    for chunk, lead_ns in wants.items():
+        assert plan({0: Waiting(15, lead_ns, False)})[:2] == (8, [0])
+        assert chunk == 1 or not plan({0: Waiting(chunk - 1, lead_ns, False)}).slots
+        assert plan({0: Waiting(chunk, lead_ns, False)})[:2] == (chunk, [0])
+
+
+def test_what_is_not_due_becomes_due_as_the_lead_falls():
+    waiting = Waiting(3, 10 * FRAME, False)  # 4 frames are wanted
+    due_in_ns = plan({0: waiting}).due_in_ns
+    assert due_in_ns == 10 * FRAME - 8 * FRAME + 1
+    assert not plan({0: waiting._replace(lead_ns=waiting.lead_ns - due_in_ns + 1)}).slots
+    assert plan({0: waiting._replace(lead_ns=waiting.lead_ns - due_in_ns)}).chunk == 2
+
+
+def test_an_end_is_not_waited_for():
+    assert plan({0: Waiting(3, 60 * FRAME, True)})[:2] == (2, [0])
+
+
+def test_the_most_urgent_goes_first_with_those_of_its_chunk():
+    waiting = {
+        0: Waiting(8, 100 * FRAME, False),
+        1: Waiting(1, 2 * FRAME, False),
+        2: Waiting(1, 0, False),
+        3: Waiting(2, 5 * FRAME, False),
+    }
+    assert plan(waiting)[:2] == (1, [2, 1])
+    assert plan(waiting, max_streams=lambda chunk: 1)[:2] == (1, [2])
+
+
+def test_a_codec_that_cannot_join_frames_gets_one_at_a_time():
+    assert plan({0: Waiting(9, 100 * FRAME, False)}, max_chunk=1)[:2] == (1, [0])
+
+
+@given(
+    st.dictionaries(
+        st.integers(0, 63), st.builds(Waiting, st.integers(1, 20), leads, st.booleans())
+    )
+)
+def test_every_slot_is_due_or_will_be(waiting):
+    left = dict(waiting)
+    while left:
+        made = plan(left, max_streams=lambda chunk: 64 if chunk == 1 else 64 // chunk)
+        if not made.slots:
+            assert made.due_in_ns is not None and made.due_in_ns > 0
+            assert made.due_in_ns <= max(item.lead_ns for item in left.values())
+            left = {s: i._replace(lead_ns=i.lead_ns - made.due_in_ns) for s, i in left.items()}
+            assert all(item.lead_ns >= 0 for item in left.values())
+            continue
+        for slot in made.slots:
+            item = left.pop(slot)
+            assert made.chunk <= item.num_frames
+            # No more than half of what its listener has, unless nothing is to be waited for.
+            if item.num_frames > made.chunk:
+                rest = item.num_frames - made.chunk
+                left[slot] = Waiting(rest, item.lead_ns + made.chunk * FRAME, item.is_last)

@@ -1,0 +1,154 @@
+"""The vocode thread with a codec whose samples say which frame of which stream they are."""
+
+import random
+from types import SimpleNamespace
+
+import torch
+
+from realtime.pingpong.codec_calls import MAX_CALLS
+from realtime.pingpong.device import Event as DeviceEvent
+from realtime.pingpong.messages import EngineWarning, FramePcm, SegmentEnd, TurnEnd
+from realtime.pingpong.slots import Slots
+from realtime.pingpong.steps import StepBuffer, StepRow
+from realtime.pingpong.vocode import VocodeLoop
+
+CPU = torch.device("cpu")
+NUM_SLOTS = 3
+
+
+class CountingCodec:
+    """One sample per frame: its first code plus 1000 times the frames before it in its stream."""
+
+    sample_rate, frame_samples, num_codebooks, codebook_sizes = 50, 1, 2, (1000, 1000)
+
+    def __init__(self, has_exact_chunks=True):
+        self.has_exact_chunks = has_exact_chunks
+        self.chunks = []
+
+    def init_state(self, num_slots):
+        return torch.zeros(num_slots, dtype=torch.int64)
+
+    def state_tensors(self, state):
+        return [state]
+
+    def reset_state(self, state, rows):
+        state[rows] = 0
+
+    def decode_stream(self, codes, state, rows):
+        chunk = codes.shape[2]
+        self.chunks.append(chunk)
+        frames = state[rows][:, None] + torch.arange(chunk)
+        state[rows] += chunk
+        return (codes[:, 0] + 1000 * frames).float()
+
+
+class Bench:
+    """A vocode loop whose steps are made by hand."""
+
+    def __init__(self, **kwargs):
+        self.codec = CountingCodec(**kwargs)
+        self.slots = Slots(NUM_SLOTS)
+        self.events, self.freed = [], []
+        model = SimpleNamespace(codec=self.codec, device=CPU)
+        self.loop = VocodeLoop(model, self.slots, self.freed.append, self.events.append)
+
+    def step(self, *rows, ends=()):
+        """rows: StepRow and the frame's first code."""
+        buffer = StepBuffer(
+            torch.tensor([[code, 0] for _, code in rows], dtype=torch.int32),
+            DeviceEvent(CPU), DeviceEvent(CPU), DeviceEvent(CPU),
+            rows=[row for row, _ in rows],
+            is_end=[row in ends for row, _ in rows],
+        )  # fmt: skip
+        self.loop.step(buffer)
+        assert self.freed.pop() is buffer
+
+    def pcm(self, slot):
+        """(turn, frame, sample) of every frame of a slot."""
+        return [
+            (event.turn_id, event.first_frame + i, int(sample))
+            for event in self.events
+            if isinstance(event, FramePcm) and event.slot == slot
+            for i, sample in enumerate(event.pcm)
+        ]
+
+
+def row(slot, frame, turn_id=0, segment=0, first_frame=0, is_limit=False):
+    return StepRow(slot, turn_id, segment, first_frame, frame, is_limit, {})
+
+
+def test_first_frame_at_once_then_together_and_all_before_the_end():
+    bench = Bench()
+    slot = bench.slots.acquire()
+    for frame in range(40):
+        bench.step((row(slot, frame), frame))
+        if frame == 0:
+            assert bench.pcm(slot) == [(0, 0, 0)]
+    assert bench.codec.chunks[0] == 1 and {2, 4, 8} <= set(bench.codec.chunks)
+    end = row(slot, 40)
+    bench.step((end, 777), ends=[end])
+    bench.loop.step(TurnEnd(slot, 0, 40, {}, 0, 0.0))
+    assert bench.pcm(slot) == [(0, frame, frame + 1000 * frame) for frame in range(40)]
+    assert [type(event) for event in bench.events[-2:]] == [SegmentEnd, TurnEnd]
+    assert bench.events[-2].num_frames == 40
+
+
+def test_one_frame_at_a_time_where_chunks_would_be_heard():
+    bench = Bench(has_exact_chunks=False)
+    slot = bench.slots.acquire()
+    for frame in range(20):
+        bench.step((row(slot, frame), frame))
+        assert len(bench.pcm(slot)) == frame + 1
+    assert set(bench.codec.chunks) == {1}
+
+
+def test_a_cut_segment_says_so_after_its_last_frame():
+    bench = Bench()
+    slot = bench.slots.acquire()
+    bench.step((row(slot, 0), 5))
+    bench.step((row(slot, 1, is_limit=True), 6))
+    kinds = [type(event) for event in bench.events if not isinstance(event, FramePcm)]
+    assert len(bench.pcm(slot)) == 2 and kinds[-2:] == [EngineWarning, SegmentEnd]
+    bench.step((row(slot, 2), 7))  # the surplus frame of a segment that is over
+    assert len(bench.pcm(slot)) == 2
+
+
+def test_what_waits_of_a_generation_that_is_over_is_not_heard():
+    bench = Bench()
+    old = bench.slots.acquire()
+    for frame in range(30):  # so far ahead that some frames wait
+        bench.step((row(old, frame), frame))
+    num_heard = len(bench.pcm(old))
+    assert num_heard < 30
+    new = bench.slots.bump(old)
+    bench.loop.step(TurnEnd(old, 0, 30, {}, 0, 0.0))
+    bench.step((row(new, 0, turn_id=1), 5), (row(old, 30), 6))
+    assert len(bench.pcm(old)) == num_heard
+    assert bench.pcm(new) == [(1, 0, 5)]
+    assert any(isinstance(event, TurnEnd) for event in bench.events)
+
+
+def test_random_streams_lose_nothing_and_leak_no_call():
+    rng, bench = random.Random(1), Bench()
+    slots = [bench.slots.acquire() for _ in range(NUM_SLOTS)]
+    frames, turns, wanted = [0] * NUM_SLOTS, [0] * NUM_SLOTS, {}
+    for _ in range(400):
+        rows, ends = [], []
+        for i in rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS)):
+            made = row(slots[i], frames[i], turn_id=turns[i])
+            code = rng.randrange(1000)
+            rows.append((made, code))
+            if frames[i] and rng.random() < 0.03:
+                ends.append(made)
+                frames[i], turns[i] = 0, turns[i] + 1
+                continue
+            sample = code + 1000 * frames[i]
+            wanted.setdefault(i, []).append((turns[i], frames[i], sample))
+            frames[i] += 1
+        bench.step(*rows, ends=ends)
+    last = [row(slots[i], frames[i], turn_id=turns[i]) for i in range(NUM_SLOTS)]
+    bench.step(*[(made, 0) for made in last], ends=last)
+    for i in range(NUM_SLOTS):
+        assert bench.pcm(slots[i]) == wanted[i]
+    assert len(bench.loop.runner._calls) == MAX_CALLS
+    assert max(bench.codec.chunks) > 1
