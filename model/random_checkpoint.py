@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -30,10 +31,19 @@ class CheckpointPlan(NamedTuple):
     codec: dict[str, tuple[int, ...]]  # name in `model.codec` -> shape, f32
 
     @property
+    def codec_nbytes(self) -> int:
+        """Of the codec."""
+        return 4 * sum(math.prod(shape) for shape in self.codec.values())
+
+    @property
     def nbytes(self) -> int:
         """Of weights and codec."""
-        num_codec_values = sum(math.prod(shape) for shape in self.codec.values())
-        return sum(entry.nbytes for entry in self.weights) + 4 * num_codec_values
+        return sum(entry.nbytes for entry in self.weights) + self.codec_nbytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        """That are needed while it is written, see `_write_codec`."""
+        return self.nbytes + self.codec_nbytes
 
 
 def plan_checkpoint(geometry: str) -> CheckpointPlan:
@@ -57,7 +67,7 @@ def write_checkpoint(
 ) -> None:
     """The same model as files, in the published names and layout; values are drawn on the CPU.
 
-    Holds no more than a piece of a tensor, except for the codec: its format is written whole.
+    Holds no more than a piece of a tensor of the model, a tensor of the codec.
 
     Args:
         folder: exists and is empty.
@@ -70,12 +80,25 @@ def write_checkpoint(
         return draw_weight(plan.names[entry.name], entry.shape, plan.config, made_up.seed, cpu)
 
     write_weights(folder, plan.weights, pieces, {}, on_bytes)
+    _write_codec(plan, made_up.seed, folder, on_bytes)
+
+
+def _write_codec(
+    plan: CheckpointPlan, seed: int, folder: Path, on_bytes: Callable[[int], object]
+) -> None:
+    """torch writes a whole dictionary at once, so that its tensors lie in files until then."""
     codec: dict[str, Tensor] = {}
+    scratch = folder / "scratch"
+    scratch.mkdir()
     for name, shape in plan.codec.items():
-        weight = draw_codec_weight(name, shape, made_up.seed, cpu)
-        codec |= _published_codec_weight(name, weight)
+        weight = draw_codec_weight(name, shape, seed, torch.device("cpu"))
+        for part, values in _published_codec_weight(name, weight).items():
+            file = str(scratch / str(len(codec)))
+            mapped = torch.from_file(file, shared=True, size=values.numel(), dtype=values.dtype)
+            codec[part] = mapped.view(values.shape).copy_(values)
         on_bytes(weight.nbytes)
     torch.save(codec, folder / "codec.pth")
+    shutil.rmtree(scratch)
 
 
 class _ShapeRecorder(RandomWeights):

@@ -41,13 +41,14 @@ def run(args: argparse.Namespace) -> int:
     started_s = time.monotonic()
     try:
         made_up = RandomModel(args.like, args.frames, args.reference_s, args.seed)
-        num_bytes = plan_checkpoint(args.like).nbytes
-        with output_folder(args.out, num_bytes, args.like) as (folder, on_bytes):
+        plan = plan_checkpoint(args.like)
+        opened = output_folder(args.out, plan.disk_nbytes, args.like, num_shown=plan.nbytes)
+        with opened as (folder, on_bytes):
             write_checkpoint(made_up, folder, on_bytes)
     except (PlosiveError, ModelError, OSError) as error:
         why = error.message if isinstance(error, PlosiveError) else error
         print(f"plosive make-checkpoint: {why}", file=sys.stderr)
         return 1
     seconds = time.monotonic() - started_s
-    print(f"{args.out}: {num_bytes / 1e6:,.0f} MB in {seconds:.0f} s")
+    print(f"{args.out}: {plan.nbytes / 1e6:,.0f} MB in {seconds:.0f} s")
     return 0

@@ -39,7 +39,7 @@ def test_a_full_disk_is_seen_before(tmp_path, capsys, monkeypatch):
     usage = type("usage", (), {"free": 1_000_000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
     assert make(tmp_path / "model", "--like", "s2-pro") == 1
-    assert "0.0 GB free, 10.7 GB needed" in capsys.readouterr().err
+    assert "0.0 GB free, 12.3 GB needed" in capsys.readouterr().err
     assert leftovers(tmp_path) == []
 
 
