@@ -52,6 +52,9 @@ def test_unknown_variable_names_the_valid_ones() -> None:
         ("PLOSIVE_LOG_LEVEL", "loud"),
         ("PLOSIVE_WRITE_STALL_S", "0"),
         ("PLOSIVE_DEVICE", "gpu"),
+        ("PLOSIVE_FORMAT", "fp8"),
+        ("PLOSIVE_MAX_CONTEXT", "0"),
+        ("PLOSIVE_KV_FRACTION", "1.5"),
         ("PLOSIVE_PUBLIC_METRICS", "maybe"),
     ],
 )
