@@ -192,6 +192,7 @@ class DualAR(nn.Module):
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        has_history: bool = False,
     ) -> KVCache:
         """A KV cache of this model's shape, device and dtype."""
         return KVCache(
@@ -202,6 +203,7 @@ class DualAR(nn.Module):
             self.dtype,
             page_size=page_size,
             num_pages=num_pages,
+            has_history=has_history,
         )
 
     def new_frame_state(self, num_slots: int) -> FrameState:
@@ -271,9 +273,7 @@ class DualAR(nn.Module):
         """
         if self._fused is not None:
             return self._fused.decode_frame(state, slots, cache, on_choice)
-        rows, position = state.rows[slots], state.position[slots]
-        attend = cache.steps(slots, position)
-        hidden = self.slow(self._embed(rows.t()), self.slow.rope[position], attend)
+        hidden = self._decode_hidden(state, slots, cache)
         logits = reference.linear(hidden, self.restricted_head, None).float()
         sampler = self._sampler(state, slots)
         window = state.window[slots]
@@ -284,8 +284,28 @@ class DualAR(nn.Module):
         code = self.head_codes[choice]
         codes = torch.stack([code, *self.fast(hidden, code, sampler, state.fast)], dim=1).int()
         token = self.head_tokens[choice]
+        if cache.history is not None:
+            cache.history[slots, position] = rows
         self._advance(state, slots, token, codes, window)
         return Frame(codes, is_end)
+
+    def next_logits(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
+        """What the next frame's semantic ids are drawn from: f32 [B, num_semantic + 1]. Nothing
+        advances; the KV of the rows that would be read is written.
+
+        Args:
+            slots: i64 [B].
+        """
+        if self._fused is not None:
+            return self._fused.next_logits(state, slots, cache)
+        return reference.linear(
+            self._decode_hidden(state, slots, cache), self.restricted_head, None
+        ).float()
+
+    def _decode_hidden(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
+        rows, position = state.rows[slots], state.position[slots]
+        attend = cache.steps(slots, position)
+        return self.slow(self._embed(rows.t()), self.slow.rope[position], attend)
 
     def _advance(
         self, state: FrameState, slots: Tensor, token: Tensor, codes: Tensor, window: Tensor

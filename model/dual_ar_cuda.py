@@ -193,9 +193,15 @@ class FusedDualAR:
         if on_choice is not None:
             on_choice(draw.is_end)
         self._decode_codes(draw.x, state, draws, codes)
-        carried = Carried(state.rows, state.position, state.window, state.frame_idx)
+        carried = Carried(
+            state.rows, state.position, state.window, state.frame_idx, cache.history
+        )
         advance(carried, slots, draw.choice, codes, self._head.tokens)
         return Frame(codes, draw.is_end)
+
+    def next_logits(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
+        """See `DualAR.next_logits`."""
+        return linear(self._decode_hidden(state, slots, cache), self._semantic_head).float()
 
     def _decode_hidden(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
         """[B, C], the slow AR's hidden state after the final norm."""

@@ -54,12 +54,8 @@ class Streams:
     def hidden(self, slots: list[int]) -> Tensor:
         """[B, C] of the next frame, in fp32; nothing advances but the KV of the last row."""
         index = torch.tensor(slots, device="cuda")
-        if self.model._fused is not None:
-            return self.model._fused._decode_hidden(self.state, index, self.cache).float()
-        rows, position = self.state.rows[index], self.state.position[index]
-        attend = self.cache.steps(index, position)
-        x = self.model._embed(rows.t())
-        return self.model.slow(x, self.model.slow.rope[position], attend).float()
+        run = self.model._fused or self.model
+        return run._decode_hidden(self.state, index, self.cache).float()
 
 
 def _model(name: str, dtype: torch.dtype) -> DualAR:
