@@ -285,7 +285,7 @@ class DualAR(nn.Module):
         codes = torch.stack([code, *self.fast(hidden, code, sampler, state.fast)], dim=1).int()
         token = self.head_tokens[choice]
         if cache.history is not None:
-            cache.history[slots, position] = rows
+            cache.history[slots, state.position[slots]] = state.rows[slots]
         self._advance(state, slots, token, codes, window)
         return Frame(codes, is_end)
 

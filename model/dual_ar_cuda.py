@@ -193,9 +193,7 @@ class FusedDualAR:
         if on_choice is not None:
             on_choice(draw.is_end)
         self._decode_codes(draw.x, state, draws, codes)
-        carried = Carried(
-            state.rows, state.position, state.window, state.frame_idx, cache.history
-        )
+        carried = Carried(state.rows, state.position, state.window, state.frame_idx, cache.history)
         advance(carried, slots, draw.choice, codes, self._head.tokens)
         return Frame(codes, draw.is_end)
 

@@ -38,6 +38,10 @@ class KVCache:
     page_table[slot, p // PAGE] at p % PAGE. Page 0 belongs to nobody and is the table's value where
     a slot has no page; the last row of the table, the dummy slot, never has one.
 
+    `history` i32 [num_slots + 1, max_len, 1+K], if it is kept: the inputs that keys and values were
+    made from, by position, so that they can be made again somewhere else. Decode writes it, and
+    whoever prefills may (`remember`).
+
     How many positions of a slot are valid is the caller's integer: what lies behind is garbage (it
     may be NaN) that nothing reads and the next write replaces, so rolling back needs no call.
     """
@@ -52,6 +56,7 @@ class KVCache:
         *,
         page_size: int | None = None,
         num_pages: int | None = None,
+        has_history: bool = False,
     ) -> None:
         """Without `num_pages` every slot has pages for `max_len` positions, for ever; with it no
         slot has any until `assign`."""
@@ -65,6 +70,10 @@ class KVCache:
         shape = (slow.num_layers, self.num_pages, 2, slow.num_kv_heads)
         # Not zeroed: on the CPU memory that is never written is never taken from the system.
         self.kv = torch.empty(*shape, self.page_size, slow.head_dim, device=device, dtype=dtype)
+        self.history: Tensor | None = None
+        if has_history:
+            rows = (num_slots + 1, max_len, 1 + config.num_codebooks)
+            self.history = torch.zeros(rows, device=device, dtype=torch.int32)
         self._table = PageTable(num_slots, self.max_pages, device)
         if num_pages is None:
             for slot in range(num_slots):
@@ -92,6 +101,16 @@ class KVCache:
         """Copy the first positions of a page."""
         assert 0 < num_positions <= self.page_size, (num_positions, self.page_size)
         self.kv[:, target, :, :, :num_positions].copy_(self.kv[:, source, :, :, :num_positions])
+
+    def remember(self, slot: int, start: int, rows: Tensor) -> None:
+        """Rows i32 [1+K, T] are what positions from `start` on are made from."""
+        if self.history is not None:
+            self.history[slot, start : start + rows.shape[1]] = rows.t()
+
+    def recall(self, slot: int, start: int, stop: int) -> Tensor:
+        """What positions start..stop-1 were made from, i32 [1+K, T], copied."""
+        assert self.history is not None
+        return self.history[slot, start:stop].t().clone()
 
     def read(self, slot: int, length: int) -> Tensor:
         """Positions 0..length-1 of a slot, copied: [L, 2, H_kv, length, D]."""

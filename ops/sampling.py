@@ -154,12 +154,14 @@ class Carried(NamedTuple):
     position: Tensor  # i64 [N], where it goes; the dummy's stays
     window: Tensor  # i32 [N, W, 1], last tokens, oldest first
     frame_idx: Tensor  # i32 [N]
+    history: Tensor | None = None  # i32 [N, max_len, 1+K], inputs that were read, by position
 
 
 def advance(
     carried: Carried, slots: Tensor, choice: Tensor, codes: Tensor, head_tokens: Tensor
 ) -> None:
     """Make the frame just sampled the next input: rows, position, window, frame index in place.
+    The input that was read goes to the history.
 
     The window is shifted as `reference.prev_tokens_shift_inplace` shifts; the first token of a
     stream is remembered as 0, because the published sampler clears the window after it.
@@ -174,13 +176,15 @@ def advance(
     window, num_codebooks = carried.window, codes.shape[1]
     assert window.shape[1] <= _MAX_WINDOW and window.shape[2] == 1, window.shape
     assert codes.dtype == torch.int32 and codes.is_contiguous(), (codes.dtype, codes.stride())
-    sizes = (num_codebooks, window.shape[1], carried.position.shape[0] - 1)
+    history = carried.history
+    history_len = 0 if history is None else history.shape[1]
+    sizes = (num_codebooks, window.shape[1], carried.position.shape[0] - 1, history_len)
     nvrtc.kernel("advance.cu", "advance").launch(
         (len(slots),),
         (32,),
         [
             *(carried.rows, carried.position, window, carried.frame_idx),
-            *(slots, choice, codes, head_tokens),
+            *(slots, choice, codes, head_tokens, history),
             *(ctypes.c_int32(size) for size in sizes),
         ],
     )
@@ -274,6 +278,8 @@ def _advance(
     remembered = torch.where(frame_idx > 0, token, 0)
     reference.prev_tokens_shift_inplace(window, remembered[:, None])
     carried.window[slots] = window
+    if carried.history is not None:
+        carried.history[slots, carried.position[slots]] = carried.rows[slots]
     carried.rows[slots] = torch.cat([token[:, None], codes], dim=1)
     carried.position[slots] += slots != carried.position.shape[0] - 1
     carried.frame_idx[slots] = frame_idx + 1

@@ -131,6 +131,20 @@ def test_prefill_needs_pages(model):
         model.prefill(random_prompt(9, 0), cache, 0, 0)
 
 
+def test_what_was_read_can_be_made_again_somewhere_else(model):
+    """The history of a stream, prefilled into another slot, gives the same keys and values."""
+    prompt, cache = random_prompt(30, 4), model.new_cache(3, 256, has_history=True)
+    state = model.new_frame_state(3)
+    enter(model, cache, state, 1, prompt, SamplingParams(0.9, 0.95, 40, 4))
+    cache.remember(1, 0, prompt[:, :-1])
+    codes = decode(model, state, [1], cache, 6)[:, 0]
+    rows = cache.recall(1, 0, 35)
+    assert torch.equal(rows[:, :30], prompt)
+    assert torch.equal(rows[1:, 30:], codes[:5].t())
+    model.prefill(rows, cache, 0, 0)
+    torch.testing.assert_close(cache.read(0, 35), cache.read(1, 35), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.gpu
 def test_cuda_pages_in_any_order_give_the_same_bits():
     model = make_random_model(device="cuda")

@@ -78,7 +78,8 @@ def test_advance_makes_the_frame_the_next_input():
     window = torch.arange(60, dtype=torch.int32).view(6, 10, 1)
     before = window.clone()
     codes = torch.arange(12, dtype=torch.int32).view(3, NUM_CODEBOOKS)
-    carried = Carried(rows, position, window, frame_idx)
+    history = torch.zeros(num_slots, 40, 1 + NUM_CODEBOOKS, dtype=torch.int32)
+    carried = Carried(rows, position, window, frame_idx, history)
     sampling.advance(carried, slots, torch.tensor([3, 19, 0]), codes, tokens)
     assert rows[4].tolist() == [1003, 0, 1, 2, 3] and rows[1].tolist() == [7, 4, 5, 6, 7]
     assert (rows[[0, 2, 3]] == -1).all()
@@ -87,6 +88,8 @@ def test_advance_makes_the_frame_the_next_input():
     assert window[4, :, 0].tolist() == [*range(41, 50), 1003]
     assert window[1, :, 0].tolist() == [*range(11, 20), 0]  # a first token is not remembered
     assert torch.equal(window[[0, 2, 3]], before[[0, 2, 3]])
+    assert (history[[4, 1, 5], [30, 5, 0]] == -1).all(), "the input that was read"
+    assert history.count_nonzero() == 3 * (1 + NUM_CODEBOOKS)
 
 
 def test_embed_rows_of_slots_and_of_a_prompt():

@@ -161,7 +161,7 @@ def test_drawing_stores_codes_and_looks_up_what_comes_next(num_rows):
     assert (codes[:, 1:9] == -1).all()
 
 
-def state(num_slots, num_codebooks):
+def state(num_slots, num_codebooks, has_history=True):
     generator = torch.Generator().manual_seed(0)
 
     def integers(*shape, dtype=torch.int32):
@@ -173,14 +173,16 @@ def state(num_slots, num_codebooks):
         integers(num_slots, dtype=torch.int64),
         integers(num_slots, 10, 1),
         frame_idx,
+        integers(num_slots, 1000, 1 + num_codebooks) if has_history else None,
     )
 
 
 @pytest.mark.parametrize("num_rows", [1, 30, 128])
 @pytest.mark.parametrize("num_codebooks", [10, 8])
-def test_advance(num_rows, num_codebooks):
-    carried = state(num_rows + 2, num_codebooks)
-    on_gpu = Carried(*(part.cuda() for part in carried))
+@pytest.mark.parametrize("has_history", [True, False])
+def test_advance(num_rows, num_codebooks, has_history):
+    carried = state(num_rows + 2, num_codebooks, has_history)
+    on_gpu = Carried(*(None if part is None else part.cuda() for part in carried))
     slots = torch.randperm(num_rows + 2)[:num_rows]
     choice = torch.randint(0, 4097, (num_rows,))
     codes = torch.randint(0, 4096, (num_rows, num_codebooks), dtype=torch.int32)
@@ -188,7 +190,7 @@ def test_advance(num_rows, num_codebooks):
     sampling.advance(carried, slots, choice, codes, tokens)
     sampling.advance(on_gpu, slots.cuda(), choice.cuda(), codes.cuda(), tokens.cuda())
     for got, expected in zip(on_gpu, carried, strict=True):
-        assert torch.equal(got.cpu(), expected)
+        assert expected is None or torch.equal(got.cpu(), expected)
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 128])
