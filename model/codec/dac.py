@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from model.codec.checkpoint import Weights
 from model.codec.config import DacConfig, TransformerConfig
-from model.codec.dac_fused import FusedDecoder
+from model.codec.dac_fused import FusedDecoder, fits_kernels
 from model.codec.dac_layers import (
     CausalConv,
     CausalTransposedConv,
@@ -56,7 +56,9 @@ class DacCodec:
     def __init__(
         self, config: DacConfig, weights: Weights, *, is_fused: bool | None = None
     ) -> None:
-        """`is_fused`: decode over the ops of `ops.codec`; by default not."""
+        """`is_fused`: decode over the ops of `ops.codec`; by default on CUDA, if they fit."""
+        if is_fused is None:
+            is_fused = weights.device.type == "cuda" and fits_kernels(config)
         self.config = config
         self.device, self.dtype = weights.device, weights.dtype
         self.sample_rate = config.sample_rate

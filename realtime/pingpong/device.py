@@ -93,6 +93,8 @@ class Upload:
     def __call__(self, *arrays: NDArray[Any]) -> Sequence[Tensor]:
         """The arrays as tensors on the device, valid until the call after the next. Those with the
         widest numbers come first, so that all are aligned."""
+        if self._device[0].device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
         turn, self._turn = self._turn, 1 - self._turn
         self._copied[turn].wait_on_host()
         data = np.concatenate([np.ascontiguousarray(array).view(np.uint8) for array in arrays])

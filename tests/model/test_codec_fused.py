@@ -113,8 +113,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @pytest.mark.parametrize("config", [KERNEL_CONFIG, DacConfig.s2()], ids=["kernel", "s2"])
 def test_kernels_equal_plain(config):
     codes = random_codes(config, 21, seed=1, num_streams=3).cuda()
-    want = build(config, "cuda").decode(codes)
-    got = build(config, "cuda", is_fused=True).decode(codes)
+    want = build(config, "cuda", is_fused=False).decode(codes)
+    got = build(config, "cuda").decode(codes)
     print(f"\nSNR against fp32: {snr_db(got, want):.1f} dB")
     assert want.abs().max() > 0.05 and snr_db(got, want) > 40
 
@@ -122,13 +122,14 @@ def test_kernels_equal_plain(config):
 @pytest.mark.gpu
 @needs_gpu
 def test_streams_equal_whole_clips_bit_for_bit_on_the_gpu():
-    check_schedule(build(KERNEL_CONFIG, "cuda", is_fused=True), KERNEL_CONFIG, 0.0)
+    check_schedule(build(KERNEL_CONFIG, "cuda"), KERNEL_CONFIG, 0.0)
 
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_call_never_waits_and_can_be_captured():
-    codec = build(KERNEL_CONFIG, "cuda", is_fused=True)
+    codec = build(KERNEL_CONFIG, "cuda")
     codes, rows = random_codes(KERNEL_CONFIG, 4, 1, 2).cuda(), torch.tensor([2, 0]).cuda()
     state, twin = codec.init_state(3), codec.init_state(3)
     codec.decode_stream(codes, state, rows)

@@ -189,7 +189,7 @@ def random_calls(runner, codes, seed):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
 def test_graphs_give_the_whole_clips_bits_whatever_the_calls():
-    codec = build(KERNEL_CONFIG, "cuda", is_fused=True)
+    codec = build(KERNEL_CONFIG, "cuda")
     codes = torch.stack([random_codes(KERNEL_CONFIG, 40, seed=s)[0].T for s in range(6)]).cuda()
     want = codec.decode(codes.transpose(1, 2)).cpu()
     for is_captured in (False, True):
@@ -206,7 +206,7 @@ def test_graphs_give_the_whole_clips_bits_whatever_the_calls():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @torch.inference_mode()
 def test_a_call_waits_for_nothing():
-    codec = build(KERNEL_CONFIG, "cuda", is_fused=True)
+    codec = build(KERNEL_CONFIG, "cuda")
     runner = CodecRunner(codec, torch.device("cuda"), num_slots=4)
     runner.capture(iter)
     codes = random_codes(KERNEL_CONFIG, 2, seed=1)[0].T.contiguous().cuda()
