@@ -132,7 +132,7 @@ def load_speech_model(
 
     Args:
         run_as: how the blocks run; "bsfp8" quantises weights that are not. Without it: quantised
-            ones as they are, others eagerly.
+            ones as they are, others with kernels in bf16 where there are kernels, else eagerly.
         on_bytes: told how many bytes of weights were read since the last call.
 
     Raises:
@@ -147,7 +147,7 @@ def load_speech_model(
     else:
         folder, dual_ar = path, load_dual_ar(path, target, dtype, on_bytes=on_bytes)
     num_bytes = dual_ar.nbytes
-    run_as = checked_run_as(run_as, target, is_quantised=dual_ar.is_quantised)
+    run_as = checked_run_as(run_as, dual_ar)
     if run_as != "eager":
         dual_ar.use_kernels(run_as)
     if target.type == "cuda":
@@ -171,25 +171,37 @@ def load_speech_model(
     )
 
 
-def checked_run_as(run_as: RunAs | None, device: torch.device, *, is_quantised: bool) -> RunAs:
-    """How blocks run on a device: as asked, or by default.
+def checked_run_as(run_as: RunAs | None, model: DualAR) -> RunAs:
+    """How the blocks of a model run: as asked, or by default.
 
     Raises:
         ConfigError: they cannot run so.
     """
-    has_kernels = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    if device.type == "cuda" and not has_kernels and (is_quantised or run_as in {"bf16", "bsfp8"}):
-        raise ConfigError(
-            f"{device}: {torch.cuda.get_device_name(device)} has no kernels for "
-            f"{'bsfp8' if is_quantised else run_as}, which need compute capability 9.0 (Hopper); "
-            "run the unquantised checkpoint as eager"
-        )
-    if is_quantised and run_as in {"eager", "bf16"}:
+    if model.is_quantised and run_as in {"eager", "bf16"}:
         raise ConfigError(
             f"format: got {run_as!r} for a checkpoint quantised as bsgemm, expected 'bsfp8'"
         )
-    if is_quantised:
-        return "bsfp8"
-    if device.type == "cpu" and run_as == "bf16":
-        raise ConfigError("format: got 'bf16' on a CPU, expected auto (weights in f32) or bsfp8")
-    return run_as or "eager"
+    if model.device.type == "cpu":  # there the definitions of the kernels run
+        if run_as == "bf16":
+            raise ConfigError(
+                "format: got 'bf16' on a CPU, expected auto (weights in f32) or bsfp8"
+            )
+        return "bsfp8" if model.is_quantised else run_as or "eager"
+    missing = _missing_for_kernels(model)
+    wanted = "bsfp8" if model.is_quantised else run_as
+    if missing and wanted in {"bf16", "bsfp8"}:
+        raise ConfigError(f"format: got {wanted!r}, whose kernels need {missing}; there is 'eager'")
+    return wanted or ("eager" if missing else "bf16")
+
+
+def _missing_for_kernels(model: DualAR) -> str:
+    """What the CUDA kernels need and do not find; empty: they run."""
+    stacks = (model.config.slow, model.config.fast)
+    head_dims = {stack.head_dim for stack in stacks}
+    groups = max(stack.num_groups for stack in stacks)
+    if torch.cuda.get_device_capability(model.device) != (9, 0):
+        name = torch.cuda.get_device_name(model.device)
+        return f"compute capability 9.0 (Hopper), not that of {name}"
+    if not head_dims <= {64, 128} or groups > 8:
+        return f"head_dim 64 or 128 and at most 8 queries a key, not {head_dims} and {groups}"
+    return "" if model.dtype == torch.bfloat16 else f"weights in bf16, not {model.dtype}"
