@@ -5,10 +5,14 @@ import math
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench_ttfa import report
+from bench_ttfa.plot import can_plot, plot
 from bench_ttfa.progress import Display
+from bench_ttfa.references import reference_voices
 from bench_ttfa.run import UNPACED_MS, Config, Level, sweep, utc_stamp
 from bench_ttfa.worker import Connection
 from bench_ttfa.workload import KINDS
@@ -22,21 +26,31 @@ Latency of a Plosive server, measured from outside through the Python client.
   python -m bench_ttfa                            c = 1, 2, 4 on a local server started for it
   python -m bench_ttfa --url http://host:8765 --server-pid 4242 -c 8 32 64 --turns 500
   python -m bench_ttfa -c --rate 2 5 10           open loop: 2, 5, then 10 new turns a second
+  python -m bench_ttfa -c --paced 128 256 400     listeners in real time, until continuity breaks
+  python -m bench_ttfa -c --references 0 10 30    TTFA against the length of the speaker reference
   python -m bench_ttfa --words-per-s 15           text arrives word by word, as from an LLM
+  python -m bench_ttfa.host                       what event loop, Opus and sockets cost, no model
 """
 _EPILOG = """\
 Closed loop (-c N): N sessions, each says its next turn when the last one is done. The server may run
 ahead of playback as far as it allows, so that the real-time factor is its own and not the pace.
 Open loop (--rate R): turns arrive at random at R per second, each in a new session, paced as
 agents get it. A closed loop waits for a slow server and so hides queueing; an open loop does not.
+Paced (--paced N): N sessions, each says its next turn when a listener has heard the last one; the
+server's lead cap holds. Larger N are left out once a stream stalled for over 100 ms.
+References and text lengths (--references, --lengths) are closed loops of one session. A reference
+that no voice has is made of the server's own speech, and deleted afterwards.
 
 A run without options says 104 turns, 13 minutes of speech in all: that takes up to 8 minutes on two
-CPU cores. How far it is is shown on stderr.
+CPU cores. How far it is is shown on stderr. --seconds bounds every level instead.
 
-No text is ever said twice. Read no latency without the continuity (C50, C100) below it. What each
-figure means is in the JSON file, under "definitions".
+No text is ever said twice. Read no latency without the continuity (C50, C100) below it. Under the
+tables each level has a waterfall: the stages of its turns on the server, so that a figure can be
+explained. What each figure means is in the JSON file, under "definitions". Beside it comes a plot
+(PNG), where matplotlib is installed: pip install 'plosive[bench]'.
 """
 _OPEN_LOOP_SLOTS = 16
+_PACED_S = 20.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,8 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     _add_load_arguments(parser)
     _add_server_arguments(parser)
     args = parser.parse_args(argv)
-    if not _concurrencies(args) and not args.rate:
-        parser.error("nothing to run: -c is empty and there is no --rate")
+    if not _concurrencies(args) and not any((args.rate, args.paced, args.references, args.lengths)):
+        parser.error("nothing to run: -c is empty and no other load is asked for")
     if args.url and args.serve:
         parser.error("--serve is for a local server; --url names another")
     try:
@@ -70,6 +84,33 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--rate", type=_positive_float, nargs="*", default=[], metavar="R", help="open loops"
+    )
+    load.add_argument(
+        "--paced", type=_positive_int, nargs="*", default=[], metavar="N", help="paced streams"
+    )
+    load.add_argument(
+        "--keep-going", action="store_true", help="to more streams than those that stalled"
+    )
+    load.add_argument(
+        "--references",
+        type=_length_s,
+        nargs="*",
+        default=[],
+        metavar="SECONDS",
+        help="speaker references of these lengths; 0: without one",
+    )
+    load.add_argument(
+        "--lengths",
+        type=_positive_int,
+        nargs="*",
+        default=[],
+        metavar="CHARS",
+        help="texts of about these lengths",
+    )
+    load.add_argument(
+        "--seconds",
+        type=_positive_float,
+        help="each level lasts so long (default: --turns; paced levels 20 s)",
     )
     load.add_argument("--turns", type=_positive_int, default=30, help="per level (default: 30)")
     load.add_argument(
@@ -92,7 +133,12 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--url", help="a running one (default: start a local one)")
     server.add_argument(
-        "--server-pid", type=_positive_int, help="whose memory to watch, with --url"
+        "--key",
+        default=os.environ.get("PLOSIVE_API_KEY"),
+        help="API key, with --url (default: PLOSIVE_API_KEY)",
+    )
+    server.add_argument(
+        "--server-pid", type=_positive_int, help="whose memory and CPU time to watch, with --url"
     )
     server.add_argument(
         "--serve",
@@ -102,7 +148,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help='the rest of the line are options of the local "plosive serve"',
     )
     server.add_argument(
-        "--out", type=Path, default=report.RESULTS_DIR, help="directory of the JSON"
+        "--out", type=Path, default=report.RESULTS_DIR, help="directory of the JSON and the plot"
     )
 
 
@@ -116,16 +162,30 @@ def _run(args: argparse.Namespace) -> int:
             server = stack.enter_context(LocalServer(_serve_options(args)))
         url = args.url or (server.url if server else "")
         pid = server.pid if server else args.server_pid
+        connection = _connection(args, url)
         try:
-            result = sweep(_config(args, url), pid, display.step, display.show)
+            if args.references:
+                display.step("speaker references")
+            voices = stack.enter_context(reference_voices(connection, args.references))
+            config = _config(args, connection, voices)
+            result = sweep(config, pid, display.step, display.show)
         finally:
             display.clear()
         result.server_start_s = server.ready_s if server else None
     result.load_before = load_before
-    summary = report.summarize(result, utc_stamp())
-    path = report.write(summary, args.out)
-    print(report.table(summary))
+    return _tell(report.summarize(result, utc_stamp()), args.out)
+
+
+def _tell(summary: dict[str, Any], directory: Path) -> int:
+    path = report.write(summary, directory)
+    print(report.text(summary))
     print(path)
+    if can_plot():
+        picture = path.with_suffix(".png")
+        plot(summary, picture)
+        print(picture)
+    else:
+        print("no plot: matplotlib is not installed (pip install 'plosive[bench]')")
     turns = [turn for level in summary["levels"] for turn in level["turns"]]
     return 1 if all(turn["error"] for turn in turns) else 0
 
@@ -133,7 +193,8 @@ def _run(args: argparse.Namespace) -> int:
 def _serve_options(args: argparse.Namespace) -> list[str]:
     """As many slots as the largest level needs, and a lead that closed loops never use up, unless
     the caller says otherwise. (Audio piles up over a session's turns: at 60 s a loop is paced.)"""
-    num_slots = max([4, *_concurrencies(args), *(_OPEN_LOOP_SLOTS for _ in args.rate)])
+    opened = (_OPEN_LOOP_SLOTS for _ in args.rate)
+    num_slots = max([4, *_concurrencies(args), *args.paced, *opened])
     options = {"--max-slots": str(num_slots), "--max-lead-cap-ms": str(UNPACED_MS)}
     wanted = {name: value for name, value in options.items() if name not in args.serve}
     return [*(word for option in wanted.items() for word in option), *args.serve]
@@ -143,23 +204,46 @@ def _concurrencies(args: argparse.Namespace) -> list[int]:
     return [1, 2, 4] if args.concurrency is None else list(args.concurrency)
 
 
-def _config(args: argparse.Namespace, url: str) -> Config:
-    connection = Connection(
+def _connection(args: argparse.Namespace, url: str) -> Connection:
+    return Connection(
         url=url,
         voice=args.voice,
         format=AudioFormat(codec=args.codec),
         seed=args.seed,
         max_lead_ms=args.max_lead_ms,
         words_per_s=args.words_per_s,
+        api_key=args.key if args.url else None,  # a server of one's own asks for none
     )
-    closed = [Level("closed", args.turns, concurrency=c) for c in _concurrencies(args)]
-    opened = [Level("open", args.turns, rate_per_s=rate) for rate in args.rate]
+
+
+def _config(args: argparse.Namespace, connection: Connection, voices: dict[float, str]) -> Config:
+    closed = partial(Level, "closed", int(args.turns), seconds=args.seconds)
+    paced_s = args.seconds or _PACED_S
+    levels = [
+        *(closed(concurrency=c) for c in _concurrencies(args)),
+        *(Level("open", _open_turns(args, rate), rate_per_s=rate) for rate in args.rate),
+        *(Level("paced", 0, concurrency=n, seconds=paced_s) for n in sorted(args.paced)),
+        *(
+            closed(concurrency=1, voice=voice, axis="reference, s", value=length_s)
+            for length_s, voice in sorted(voices.items())
+        ),
+        *(
+            closed(concurrency=1, num_chars=num, axis="text, characters", value=float(num))
+            for num in sorted(args.lengths)
+        ),
+    ]
     return Config(
-        levels=(*closed, *opened),
+        levels=tuple(levels),
         connection=connection,
         kind=args.texts,
         warmup_turns=args.warmup,
+        keeps_going=args.keep_going,
     )
+
+
+def _open_turns(args: argparse.Namespace, rate: float) -> int:
+    """As many as arrive in the time that every level has."""
+    return max(1, round(rate * args.seconds)) if args.seconds else int(args.turns)
 
 
 def _positive_int(text: str) -> int:
@@ -182,6 +266,10 @@ def _positive_float(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of more than 0")
     return value
+
+
+def _length_s(text: str) -> float:
+    return 0.0 if text == "0" else _positive_float(text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The only place that turns results into numbers for people: one table, one JSON file."""
+"""The only place that turns results into numbers for people: tables, and one JSON file."""
 
 import json
 from collections import Counter
@@ -16,6 +16,7 @@ from bench_ttfa.measure import (
 from bench_ttfa.run import LevelResult, SweepResult, ThreadTimes, window_s
 from bench_ttfa.scrape import difference
 from bench_ttfa.system import describe_machine, describe_software
+from bench_ttfa.waterfall import draw, stages, timelines
 from bench_ttfa.worker import TurnRecord
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
@@ -39,6 +40,7 @@ def summarize(result: SweepResult, stamp: str) -> dict[str, Any]:
         "machine": describe_machine(),
         "software": describe_software(),
         "config": _config(result),
+        "model": result.model,
         "definitions": DEFINITIONS,
         "load_before": result.load_before,
         "server_start_s": result.server_start_s,
@@ -88,6 +90,7 @@ def _level(result: LevelResult) -> dict[str, Any]:
         values = [_figure(turn, name) for turn in good]
         summary[name] = _stats([value for value in values if value is not None])
     summary["turns"] = [asdict(turn) for turn in turns]
+    summary["stages"] = stages(timelines(summary["turns"]))
     return summary
 
 
@@ -161,9 +164,17 @@ def write(summary: dict[str, Any], directory: Path = RESULTS_DIR) -> Path:
     return path
 
 
-def table(summary: dict[str, Any]) -> str:
-    """All levels side by side; every latency as p50 / p95 / p99."""
-    levels = summary["levels"]
+def text(summary: dict[str, Any]) -> str:
+    """Everything for the terminal: tables, waterfalls, notes."""
+    loads = [level for level in summary["levels"] if not level["axis"]]
+    blocks = [table(summary, loads)] if loads else []
+    blocks += _axis_tables(summary)
+    blocks += [draw(level["name"], level["stages"]) for level in summary["levels"]]
+    return "\n\n".join([*blocks, "\n".join([*_most_streams(summary), *_notes(summary)])])
+
+
+def table(summary: dict[str, Any], levels: list[dict[str, Any]]) -> str:
+    """Levels side by side; every latency as p50 / p95 / p99."""
     rows = [["", *(level["name"] for level in levels)]]
     rows.append(["turns (errors)", *(_turns(level) for level in levels)])
     for name in ("ttfa_ms", "ttfa_audible_ms", "server_ttfa_ms", "worst_gap_ms"):
@@ -182,10 +193,31 @@ def table(summary: dict[str, Any]) -> str:
         rows.append(["host us per packet", *(_host(level) for level in levels)])
     rows.append(["server MiB", *(_peak(level["server_resident_mib"]) for level in levels)])
     rows.append(["load valid", *(_valid(level) for level in levels)])
-    stages = dict.fromkeys(stage for level in levels for stage in level["timeline_ms"])
-    for stage in stages:
-        rows.append([f"  {stage}", *(_triple(level["timeline_ms"].get(stage)) for level in levels)])
-    return "\n".join([*align(rows), *_notes(summary)])
+    return "\n".join(align(rows))
+
+
+def _axis_tables(summary: dict[str, Any]) -> list[str]:
+    """TTFA against what grows where it is not the load, a table for each."""
+    tables = []
+    levels = [level for level in summary["levels"] if level["axis"]]
+    for axis in dict.fromkeys(level["axis"] for level in levels):
+        rows = [[axis, "turns (errors)", "ttfa_ms", "server_ttfa_ms", "C50 / C100"]]
+        for level in levels:
+            if level["axis"] == axis:
+                figures = [_triple(level[name]) for name in ("ttfa_ms", "server_ttfa_ms")]
+                row = [f"{level['value']:g}", _turns(level), *figures, _continuity(level)]
+                rows.append(row)
+        tables.append("\n".join(align(rows)))
+    return tables
+
+
+def _most_streams(summary: dict[str, Any]) -> list[str]:
+    """How many paced streams all stayed continuous."""
+    paced = [level for level in summary["levels"] if level["mode"] == "paced"]
+    good = [level["concurrency"] for level in paced if level["c100"] == 1.0 and not level["errors"]]
+    if not paced:
+        return []
+    return [f"paced real-time streams with C100 = 100 %: {max(good, default=0)} of those tried"]
 
 
 def align(rows: list[list[str]]) -> list[str]:
@@ -203,7 +235,6 @@ def _notes(summary: dict[str, Any]) -> list[str]:
     machine, software = summary["machine"], summary["software"]
     hardware = machine["gpus"] or [f"{machine['cpu_cores']} x {machine['cpu']}"]
     lines = [
-        "",
         f"latencies are p50 / p95 / p99; ~: fewer than {MIN_SAMPLES_BEYOND} samples beyond it",
         f"ready_ms cold {_triple(summary['ready_cold_ms'])}, "
         f"cached {_triple(summary['ready_cached_ms'])}",

@@ -18,6 +18,7 @@ from bench_ttfa.worker import Arrival, Connection, Plan, WorkerResult
 from bench_ttfa.workload import Kind, TextSource, poisson_arrivals_s
 from clients import ConnectionFailed, connect
 from clients.voices import list_voices
+from realtime.wire import SessionReady
 
 OPEN_LOOP_CONCURRENCY = 32  # arrivals that share one client process
 PACED_PER_PROCESS = 64  # sessions: 3,200 packets/s, about 0.4 of a core
@@ -46,12 +47,13 @@ class Level:
     seconds: float | None = None
     voice: str | None = None  # instead of the connection's
     num_chars: int | None = None  # of each text, about; None: as the texts come
-    label: str = ""
+    axis: str = ""  # what grows from level to level where it is not the load
+    value: float = 0.0  # on that axis
 
     @property
     def name(self) -> str:
-        if self.label:
-            return self.label
+        if self.axis:
+            return f"{self.axis} {self.value:g}"
         if self.mode == "open":
             return f"{self.rate_per_s:g}/s"
         return f"c={self.concurrency}" if self.mode == "closed" else f"{self.concurrency} paced"
@@ -83,6 +85,7 @@ class SweepResult:
     ready_cold_ms: list[float] = field(default_factory=list)
     ready_cached_ms: list[float] = field(default_factory=list)
     levels: list[LevelResult] = field(default_factory=list)
+    model: str = ""
     server_peak_mib: float | None = None
     load_before: float = 0.0  # what else ran on this machine: load average of the last minute
     server_start_s: float | None = None  # of a server that was started for this run
@@ -130,16 +133,17 @@ async def _probe_ready(connection: Connection, result: SweepResult) -> None:
     voices = await asyncio.to_thread(list_voices, connection.url, api_key=connection.api_key)
     names = [voice.name for voice in voices]
     for voice in [*names, *[connection.voice] * NUM_READY_PROBES]:
-        ready_ms, is_cached = await _time_ready(connection, voice)
-        (result.ready_cached_ms if is_cached else result.ready_cold_ms).append(ready_ms)
+        ready_ms, ready = await _time_ready(connection, voice)
+        (result.ready_cached_ms if ready.cached else result.ready_cold_ms).append(ready_ms)
+        result.model = ready.model
 
 
-async def _time_ready(connection: Connection, voice: str | None) -> tuple[float, bool]:
+async def _time_ready(connection: Connection, voice: str | None) -> tuple[float, SessionReady]:
     """A slot comes free shortly after its session has gone, so a full server is asked again."""
     for _ in range(_MAX_RETRIES):
         try:
             async with connect(connection.url, voice=voice, api_key=connection.api_key) as session:
-                return session.ready_ms, session.ready.cached
+                return session.ready_ms, session.ready
         except ConnectionFailed as error:
             if error.status != 503:
                 raise

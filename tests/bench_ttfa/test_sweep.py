@@ -115,7 +115,7 @@ def test_a_level_with_lagging_clients_is_not_valid() -> None:
     assert not second["load_generation_valid"]
     assert len(second["invalid_because"]) == 3
     assert second["errors"] == {"refused_503": 1}
-    assert "NO" in report.table(report.summarize(result, "now"))
+    assert "NO" in report.text(report.summarize(result, "now"))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_help_teaches_the_use(capsys) -> None:
 
 def test_the_local_server_never_paces_a_closed_loop() -> None:
     """Lead adds up over a session's turns; at the server's usual cap a loop would be real time."""
-    args = argparse.Namespace(serve=[], concurrency=[2], rate=[])
+    args = argparse.Namespace(serve=[], concurrency=[2], rate=[], paced=[])
     options = _serve_options(args)
     assert options[options.index("--max-lead-cap-ms") + 1] == str(UNPACED_MS)
     args.serve = ["--max-slots", "9", "--max-lead-cap-ms", "500"]
