@@ -162,7 +162,7 @@ class FusedDualAR:
 
         def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
             where = (cache.kv[layer], cache.page_table, slots, positions)
-            return paged_attention(append(layer, block, qkv), *where, block.kind)
+            return paged_attention(append(layer, block, qkv), *where, block.kind, is_span=True)
 
         *blocks, last = self._slow.blocks
         for layer, block in enumerate(blocks):
@@ -208,7 +208,10 @@ class FusedDualAR:
         def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
             eps, table = block.config.norm_eps, cache.page_table
             where = (cache.kv[layer], table, slots, positions)
-            return decode_attention(qkv, block.qk_norm, eps, self._slow.rope, *where, block.kind)
+            # Chained: positions and table are older than `embed_rows`.
+            return decode_attention(
+                qkv, block.qk_norm, eps, self._slow.rope, *where, block.kind, is_chained=True
+            )
 
         x = self._embed(state.rows, slots)
         return self._slow.final_norm(self._slow.forward(x, attend))
@@ -234,7 +237,10 @@ class FusedDualAR:
         def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
             eps, memory = block.config.norm_eps, state.fast.layers[layer]
             rope, where = self._fast.rope, (start, num_positions)
-            return frame_attention(qkv, block.qk_norm, eps, rope, memory, *where, block.kind)
+            # Chained: a sampler lies between two passes.
+            return frame_attention(
+                qkv, block.qk_norm, eps, rope, memory, *where, block.kind, is_chained=True
+            )
 
         return attend
 
