@@ -102,11 +102,18 @@ def rotated(make: Callable[[int], Call], copies: int) -> list[Call]:
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a large copy on the device, counting bytes read and written."""
+    """GB/s of large copies on the device, counting bytes read and written."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    us = graph_us([lambda: target.copy_(source)] * 2, replays=5)
-    return 2 * source.numel() / us / 1000
+    times: list[float] = []
+    for _ in range(5):
+        start, end = _event(), _event()
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * source.numel() / statistics.median(times) / 1e6
 
 
 def random_matrix(num_rows: int, num_columns: int) -> Tensor:
@@ -193,7 +200,7 @@ def scaled_mm_calls(op: str, copies: int) -> Callable[[int], list[Call]]:
 
     def calls(num_rows: int) -> list[Call]:
         x = quantize_rows(torch.randn(num_rows, LINEARS[op][1], device="cuda").bfloat16())
-        scale = x.scale.t()[:num_rows]
+        scale = x.scale[:, :num_rows].contiguous().t()
 
         def make(i: int) -> Call:
             data, weight_scale = weights[i]

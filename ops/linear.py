@@ -220,13 +220,16 @@ def launch(
         tensor_map, scale = _NO_TENSOR_MAP, None
     else:
         norm = _NO_NORM
-        tensor_map, scale = _activation(x, plan.rows_per_fetch(is_gate_up, is_fp8))
+        tensor_map, scale = _activation(x, plan.cols // plan.share)
     num_blocks = weight.data.shape[1]
+    cluster = plan.cluster(is_gate_up, is_fp8)
+    num_ctas = weight.data.shape[0] // plan.warpgroups * plan.split
+    assert num_ctas % cluster == 0, (plan, tuple(weight.data.shape))
     kernel = nvrtc.kernel(
         "linear.cu", "linear", defines=plan.defines(is_fp8, is_gate_up, num_columns)
     )
     kernel.launch(
-        (weight.data.shape[0] // plan.warpgroups * plan.split, ceil_div(num_rows, plan.cols)),
+        (num_ctas, ceil_div(num_rows, plan.cols)),
         (128 * plan.warpgroups + 32,),
         [
             tensor_map,
@@ -239,7 +242,7 @@ def launch(
             ctypes.c_int32(plan.prefetch),
         ],
         shared_bytes=plan.shared_bytes(is_fp8, is_gate_up, num_blocks),
-        cluster=(plan.cluster(is_gate_up, is_fp8), 1, 1),
+        cluster=(cluster, 1, 1),
     )
 
 

@@ -24,7 +24,7 @@ class Plan:
         split: CTAs that share a tile's K.
         prefetch: K tiles a CTA asks into the L2 beyond its ring before it waits.
         blocks_per_sm: CTAs an SM must have registers for.
-        is_multicast: the CTAs that quantise together share what they fetch of x.
+        share: CTAs of neighbouring tiles that share what they fetch of x.
         norm: rows that every CTA normalises itself; 0 if x comes normalised.
     """
 
@@ -34,7 +34,7 @@ class Plan:
     split: int
     prefetch: int = 0
     blocks_per_sm: int = 1
-    is_multicast: bool = False
+    share: int = 1
     norm: int = 0
 
     def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
@@ -47,7 +47,7 @@ class Plan:
             "STAGES": self.stages,
             "SPLIT": self.split,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "MULTICAST": int(self.is_multicast),
+            "SHARE": self.share,
             "NORM": self.norm,
             "ITEMS": ceil_div(ceil_div(in_features, 128) * 128, values_per_pass)
             if self.norm
@@ -56,11 +56,7 @@ class Plan:
 
     def cluster(self, is_gate_up: bool, is_fp8: bool) -> int:
         """CTAs of a cluster: the parts of K, or the CTAs that quantise 128 features together."""
-        return 4 // self.warpgroups if is_gate_up and is_fp8 else self.split
-
-    def rows_per_fetch(self, is_gate_up: bool, is_fp8: bool) -> int:
-        """Rows of x that a CTA fetches at once."""
-        return self.cols // (self.cluster(is_gate_up, is_fp8) if self.is_multicast else 1)
+        return 4 // self.warpgroups if is_gate_up and is_fp8 else self.share * self.split
 
     def shared_bytes(self, is_fp8: bool, is_gate_up: bool, num_blocks: int) -> int:
         """Dynamic shared memory, as the kernel lays it out."""
@@ -98,5 +94,5 @@ def plan_for(
         tiles = ceil_div(out_features, ROWS_PER_TILE * warpgroups)
         while split < 8 and tiles * split < 160 and num_blocks >= 4 * split:
             split *= 2
-    norm = next(rows for rows in (1, 2, 4) if num_rows <= rows) if has_norm else 0
+    norm = num_rows if has_norm else 0
     return Plan(cols, warpgroups, 6 if warpgroups == 1 else 4, split, norm=norm)

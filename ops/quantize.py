@@ -18,7 +18,7 @@ from ops.reference_fp8 import BLOCK, ceil_div
 
 Kind = Literal["bf16", "bsfp8"]
 
-MAX_PENDING_ROWS = 4
+MAX_PENDING_ROWS = 2
 _MAX_PENDING_COLUMNS = 4096
 _VALUES_PER_THREAD = 8  # 16 bytes of bf16
 _MAX_THREADS = 512

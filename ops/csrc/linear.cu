@@ -12,8 +12,8 @@
 // Defines: IS_FP8 (e4m3 with a scale per 1x128 of x and 128x128 of the weight, else bf16), COLS,
 // WARPGROUPS, STAGES, SPLIT, GATE_UP (rows are 8 of gate, 8 of up, ...; SwiGLU; fp8 is quantised
 // again, for which the CTAs of 128 features form a cluster), NORM (not 0: x is bf16 and each CTA
-// normalises these many rows itself, 8 values x ITEMS per thread), MULTICAST (the CTAs of a cluster
-// work on the same K and share what they fetch of x), BLOCKS_PER_SM (CTAs an SM must have registers
+// normalises these many rows itself, 8 values x ITEMS per thread), SHARE (CTAs of neighbouring tiles
+// and the same K that share what they fetch of x; a cluster is SHARE * SPLIT), BLOCKS_PER_SM (CTAs an SM must have registers
 // for).
 
 #include "linear_epilogue.cuh"
@@ -24,6 +24,13 @@ namespace {
 struct alignas(64) TensorMap {
   u64 opaque[16];
 };
+
+constexpr u32 sharers() {
+  u32 mask = 0;
+  for (int i = 0; i < SHARE; ++i) mask |= 1u << i * SPLIT;
+  return mask;
+}
+constexpr u32 kSharers = sharers();  // ranks in the cluster that share with rank 0
 
 struct Shared {
   u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole with NORM
@@ -54,7 +61,7 @@ DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int 
                        tile_address(p, group, block), kTileBytes, barrier);
 }
 
-// With MULTICAST every CTA of the cluster fetches its share of the rows, for all of them.
+// Of SHARE CTAs with the same K each fetches its share of the rows, for all of them.
 DEVICE void load_activations(const Shared& shared, const Problem& p, const TensorMap& map, int block,
                              int stage) {
   if (NORM) return;
@@ -63,13 +70,14 @@ DEVICE void load_activations(const Shared& shared, const Problem& p, const Tenso
   barrier_expect(barrier, kActBytes + scale_bytes);
   const u32 target = shared.operand + stage * kStageBytes;
   const int column = block * (IS_FP8 ? 128 : 64);
-  if constexpr (MULTICAST) {
-    constexpr int kShare = COLS / kCluster;
+  if constexpr (SHARE > 1) {
+    constexpr int kShare = COLS / SHARE;
+    const int offset = p.rank / SPLIT * kShare;
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target + p.rank * kShare * 128),
-        "l"(&map), "r"(column), "r"(p.first_row + p.rank * kShare), "r"(barrier),
-        "h"(static_cast<unsigned short>((1 << kCluster) - 1))
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target + offset * 128),
+        "l"(&map), "r"(column), "r"(p.first_row + offset), "r"(barrier),
+        "h"(static_cast<unsigned short>(kSharers << p.rank % SPLIT))
         : "memory");
   } else {
     asm volatile(
@@ -114,62 +122,89 @@ DEVICE void produce(const Shared& shared, const Problem& p, const TensorMap& map
   }
 }
 
-// acc += part * (weight scale * activation scale): the sums of one block of 128.
-DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[COLS / 2], float2 weight_scale,
-                       const float2* act_scales, int lane) {
+// acc += part * (weight scale * activation scale): the sums of one block of 128, of kPart columns.
+DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[kPart / 2], int first_unit,
+                       float2 weight_scale, const float2* act_scales, int lane) {
 #pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit) {
-    const float2 scale = act_scales[unit * 4 + lane % 4];
-    acc[unit * 4 + 0] += part[unit * 4 + 0] * (weight_scale.x * scale.x);
-    acc[unit * 4 + 1] += part[unit * 4 + 1] * (weight_scale.x * scale.y);
-    acc[unit * 4 + 2] += part[unit * 4 + 2] * (weight_scale.y * scale.x);
-    acc[unit * 4 + 3] += part[unit * 4 + 3] * (weight_scale.y * scale.y);
+  for (int unit = 0; unit < kPart / 8; ++unit) {
+    const float2 scale = act_scales[(first_unit + unit) * 4 + lane % 4];
+    float* sums = acc + (first_unit + unit) * 4;
+    sums[0] += part[unit * 4 + 0] * (weight_scale.x * scale.x);
+    sums[1] += part[unit * 4 + 1] * (weight_scale.x * scale.y);
+    sums[2] += part[unit * 4 + 2] * (weight_scale.y * scale.x);
+    sums[3] += part[unit * 4 + 3] * (weight_scale.y * scale.y);
   }
 }
 
-DEVICE void multiply(float (&d)[COLS / 2], u32 weights, u32 activations, bool accumulate) {
+template <int N>
+DEVICE void multiply(float (&d)[N / 2], u32 weights, u32 activations, bool accumulate) {
   const u64 a = tile_descriptor(weights), b = tile_descriptor(activations);
 #pragma unroll
-  for (int i = 0; i < COLS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k)
-    Wgmma<IS_FP8, COLS>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
+  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
   wgmma_commit();
 #pragma unroll
-  for (int i = 0; i < COLS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // This warp is done with a stage; all CTAs that write into it must know.
-DEVICE void release(u32 barrier, int lane) {
-  if (!MULTICAST) {
+DEVICE void release(u32 barrier, int rank, int lane) {
+  if (SHARE == 1) {
     if (lane == 0) barrier_arrive(barrier);
-  } else if (lane < kCluster) {
-    cluster_barrier_arrive(cluster_address(barrier, lane));
+  } else if (lane < SHARE) {
+    cluster_barrier_arrive(cluster_address(barrier, lane * SPLIT + rank % SPLIT));
   }
 }
 
+struct Stage {
+  int index = 0, parity = 0;
+  DEVICE void advance() {
+    if (++index == STAGES) index = 0, parity ^= 1;
+  }
+};
+
 // The sums over this CTA's part of K, in the register layout of wgmma.cuh.
 DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* tile_scales,
-                    const float2* act_scales, int num_blocks, int group, int lane) {
-  int stage = 0, parity = 0;
-  for (int i = 0; i < num_blocks; ++i) {
-    const u32 weights = shared.ring + stage * kStageBytes + group * kTileBytes;
-    const u32 activations = shared.operand + (NORM ? i * kActBytes : stage * kStageBytes);
-    barrier_wait(shared.full + stage * 8, parity);
-    if constexpr (IS_FP8) {
-      float part[COLS / 2];
-      multiply(part, weights, activations, false);
-      const float2 weight_scale = tile_scales[i * WARPGROUPS + group];
-      wgmma_wait<0>();
-      add_scaled(acc, part, weight_scale, act_scales + (NORM ? i : stage) * (COLS / 2), lane);
-    } else {
-      multiply(acc, weights, activations, i > 0);
-      wgmma_wait<0>();
+                    const float2* act_scales, int num_blocks, int group, int rank, int lane) {
+  Stage stage;
+  for (int first = 0; first < num_blocks; first += kBatch) {
+    float parts[IS_FP8 ? kBatch : 1][kPart / 2];
+    const Stage oldest = stage;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= num_blocks) break;
+      barrier_wait(shared.full + stage.index * 8, stage.parity);
+      const u32 weights = shared.ring + stage.index * kStageBytes + group * kTileBytes;
+      const u32 activations =
+          shared.operand + (NORM ? (first + i) * kActBytes : stage.index * kStageBytes);
+      if constexpr (!IS_FP8) {
+        multiply<COLS>(acc, weights, activations, first + i > 0);
+      } else {
+        multiply<kPart>(parts[i], weights, activations, false);
+#pragma unroll
+        for (int unit = kPart / 8; unit < kUnits; unit += kPart / 8) {  // only where kBatch is 1
+          wgmma_wait<0>();
+          add_scaled(acc, parts[i], unit - kPart / 8, tile_scales[first * WARPGROUPS + group],
+                     act_scales + stage.index * (COLS / 2), lane);
+          multiply<kPart>(parts[i], weights, activations + unit * 1024, false);
+        }
+      }
+      stage.advance();
     }
-    __syncwarp();
-    release(shared.empty + stage * 8, lane);
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+    wgmma_wait<0>();
+    Stage done = oldest;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i >= num_blocks) break;
+      if constexpr (IS_FP8)
+        add_scaled(acc, parts[i], kUnits - kPart / 8, tile_scales[(first + i) * WARPGROUPS + group],
+                   act_scales + (NORM ? first + i : done.index) * (COLS / 2), lane);
+      __syncwarp();
+      release(shared.empty + done.index * 8, rank, lane);
+      done.advance();
+    }
   }
 }
 
@@ -197,7 +232,7 @@ DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, cons
       store_bf16_tile(h, ring, o, tile * kFeatures, warp, lane);
     }
   } else if constexpr (SPLIT > 1) {
-    const int first = tile * kRows + rank * kGroups * 8;
+    const int first = tile * kRows + rank % SPLIT * kGroups * 8;
     bf16 residuals[kPairs][2] = {};
     open_exchange();
     send_partial_sums(acc, shared_address(exchange), o.num_rows, rank, warp, lane);
@@ -206,6 +241,7 @@ DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, cons
     store_summed(reinterpret_cast<float2*>(exchange), residuals, o, first, warp, lane);
   } else {
     store_whole(acc, o, tile * kRows, warp, lane);
+    if (kCluster > 1) open_exchange(), close_exchange();  // others may still report to this CTA
   }
 }
 
@@ -225,19 +261,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   u64* barriers = reinterpret_cast<u64*>(own_exchange + (kExchangesInRing ? 0 : kExchangeBytes / 4));
   float2* block_scales = reinterpret_cast<float2*>(barriers + 2 * STAGES);  // [blocks][WARPGROUPS]
 
+#ifndef LATE
   let_next_kernel_start();
+#endif
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
-  const int tile = blockIdx.x / SPLIT, first_row = blockIdx.y * COLS;
-  const int begin = SPLIT > 1 ? rank * num_blocks / SPLIT : 0;
-  const int end = SPLIT > 1 ? (rank + 1) * num_blocks / SPLIT : num_blocks;
+  const int tile = SPLIT == 1 ? blockIdx.x : blockIdx.x / kCluster * SHARE + rank / SPLIT;
+  const int first_row = blockIdx.y * COLS;
+  const int begin = SPLIT > 1 ? rank % SPLIT * num_blocks / SPLIT : 0;
+  const int end = SPLIT > 1 ? (rank % SPLIT + 1) * num_blocks / SPLIT : num_blocks;
   const Shared shared = {shared_address(ring), shared_address(operand), shared_address(scales),
                          shared_address(barriers), shared_address(barriers + STAGES)};
 
   if (thread == kConsumers) {
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.full + stage * 8, NORM ? 1 : 2);  // weights, activations
-      barrier_init(shared.empty + stage * 8, kConsumers / 32 * (MULTICAST ? kCluster : 1));
+      barrier_init(shared.empty + stage * 8, kConsumers / 32 * SHARE);
     }
     barrier_init_fence();
   }
@@ -246,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
       block_scales[i] = tile_scales[static_cast<i64>(tile * WARPGROUPS + i % WARPGROUPS) * num_blocks +
                                     begin + i / WARPGROUPS];
   __syncthreads();
-  if (MULTICAST) cluster_sync();  // the barriers of all CTAs are there
+  if (SHARE > 1) cluster_sync();  // the barriers of all CTAs are there
   if (kCluster > 1 && !kExchangesInRing) cluster_arrive();  // this CTA runs, its exchange is there
   if (warp == kConsumers / 32) {
     const Problem problem = {tiles, act_scales, num_blocks, output.scale_stride, tile,
@@ -262,8 +301,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   normalize_rows(operand, scales, sums, norm, begin, end, thread);
 #endif
   float acc[COLS / 2] = {};
-  consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), end - begin, warp / 4, lane);
+  consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), end - begin, warp / 4,
+          rank, lane);
   wait_for_previous_kernels();
+#ifdef LATE
+  let_next_kernel_start();
+#endif
 
   const i64 skipped = static_cast<i64>(first_row) * output.num_features;
   output.num_rows = min(output.num_rows - first_row, COLS);

@@ -52,7 +52,7 @@ DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const NormIn
     if (thread % 32 == 0) sums[row * kWarps + thread / 32] = sum;
   }
   consumers_sync();
-#pragma unroll 1  // reads the row again, from the L1: registers are scarcer
+#pragma unroll
   for (int row = 0; row < NORM; ++row) {
     float total = 0.f;
 #pragma unroll
@@ -61,13 +61,14 @@ DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const NormIn
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const int column = (item * kConsumers + thread) * 8;
-      float values[8];
-      unpack(values, load_values(in, row, column));
-      const Bf16x8 normed = scale_rounded(values, factor, weights[item]);
       const int block = column / kPerBlock;
       const int byte = column % kPerBlock * (IS_FP8 ? 1 : 2);
       const int offset = (block - begin) * kActBytes + row * 128 + (byte / 16 ^ row) * 16 + byte % 16;
       const bool is_mine = block >= begin && block < end;
+      if (!__any_sync(~0u, is_mine)) continue;
+      float values[8];
+      unpack(values, inputs[row][item]);
+      const Bf16x8 normed = scale_rounded(values, factor, weights[item]);
       if constexpr (IS_FP8) {
         unpack(values, normed);
         const Quantised group = quantize_group(values);

@@ -370,12 +370,26 @@ def test_every_way_to_cut_k_gives_the_same_sums(cols, warpgroups, split):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("cols", "warpgroups"), [(32, 1), (64, 1), (64, 2), (128, 2)])
+@pytest.mark.parametrize(("cols", "warpgroups"), [(32, 1), (64, 1), (64, 2), (128, 1), (128, 2)])
 def test_rows_fetched_once_for_a_cluster_are_the_same_rows(cols, warpgroups):
     weight = packed(random_weight(2560, 1024, "cuda"), "bsfp8", is_gate_up=True)
     x = quantize_rows(random_rows(cols - 3, 1024, "cuda"))
     plan = Plan(cols, warpgroups, 3, 1)
     alone = poisoned_launch(x, weight, 1280, plan=plan)
-    shared = poisoned_launch(x, weight, 1280, plan=replace(plan, is_multicast=True))
+    shared = poisoned_launch(x, weight, 1280, plan=replace(plan, share=4 // warpgroups))
     assert torch.equal(shared.data.view(torch.uint8), alone.data.view(torch.uint8))
     assert torch.equal(shared.scale, alone.scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize(("share", "split"), [(2, 1), (2, 4), (4, 2)])
+@pytest.mark.parametrize("cols", [32, 64, 128])
+def test_sharing_among_parts_of_k(cols, share, split, kind):
+    weight = packed(random_weight(512, 1664, "cuda"), kind)
+    x = activation(random_rows(cols - 5, 1664, "cuda"), kind)
+    residual = random_rows(cols - 5, 512, "cuda")
+    plan = Plan(cols, 1, 3, split)
+    alone = poisoned_launch(x, weight, 512, plan=plan, residual=residual)
+    shared = poisoned_launch(x, weight, 512, plan=replace(plan, share=share), residual=residual)
+    assert torch.equal(shared, alone)
