@@ -158,8 +158,12 @@ class Connection:
     def _put_audio(self, action: SendAudio) -> None:
         self._active_s = time.monotonic()
         frames = tuple(wire.pack_audio(packet) for packet in action.packets)
+        is_first = action.packets[0].seq == 0
         if not self._write_now(BINARY, frames):
-            self._outbox.put(Audio(frames, action.turn_id, float(wire.PACKET_MS * len(frames))))
+            audio_ms = float(wire.PACKET_MS * len(frames))
+            self._outbox.put(Audio(frames, action.turn_id, audio_ms, is_first))
+        elif is_first:
+            self._session.audio_written(action.turn_id, time.perf_counter_ns())
 
     def _write_now(self, opcode: int, frames: tuple[bytes, ...]) -> bool:
         """Past the writer's task, where nothing waits and the socket has taken all it was given."""
@@ -243,6 +247,8 @@ class Connection:
             case Audio():
                 for frame in item.frames:
                     await self._websocket.send_bytes(frame)
+                if item.is_first:
+                    self._session.audio_written(item.turn_id, time.perf_counter_ns())
             case Closing():
                 await self._websocket.close(item.code, item.reason[:120])
 

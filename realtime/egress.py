@@ -214,6 +214,7 @@ class Egress:
                 packets,
                 is_last=False,
                 num_samples=stream.encoder.num_samples,
+                encoded_ns=time.perf_counter_ns(),
             )
         ]
 
@@ -235,6 +236,7 @@ class Egress:
             packets=packets,
             is_last=True,
             num_samples=stream.encoder.num_samples,
+            encoded_ns=time.perf_counter_ns(),
         )
         stream.turn_id = -1
         return [tail]

@@ -21,6 +21,7 @@ class Audio(NamedTuple):
     frames: tuple[bytes, ...]  # consecutive packets, written together
     turn_id: int
     audio_ms: float
+    is_first: bool = False  # of its turn
 
 
 class Closing(NamedTuple):

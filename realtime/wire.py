@@ -174,7 +174,8 @@ class TurnMetrics(_Message):
     audio_ms: float
     num_segments: int
     server_ttfa_ms: float | None = None  # commit -> first packet handed to the socket
-    # first_text, prefill_done, first_step, first_pcm, first_packet
+    # first_text, prefill_done, first_step, first_pcm, encoded, first_packet (given to the socket or,
+    # where that is behind, to what waits for it), written (the socket has taken it)
     timeline_ms: dict[str, float] = {}
     num_underruns: int = 0  # by the server's playback clock; text that came late is none
     worst_gap_ms: float = 0.0

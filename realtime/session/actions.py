@@ -34,6 +34,7 @@ class EncodedAudio:
     packets: tuple[EncodedPacket, ...]
     is_last: bool
     num_samples: int  # real audio of the turn in all packets so far, at the format's rate
+    encoded_ns: int | None = None  # when the packets were ready, on the engine's clock
 
 
 # ---------------------------------------------------------------------------- actions

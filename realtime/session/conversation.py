@@ -185,6 +185,11 @@ class Conversation:
             self._actions.append(SendAudio(turn.turn_id, packets))
         self._finish_if_over(turn, now_ns)
 
+    def audio_written(self, turn_id: int, now_ns: int) -> None:
+        turn = self._turns.find(turn_id)
+        if turn is not None:
+            turn.written(now_ns)
+
     def end_segment(self, event: SegmentEnd) -> None:
         turn = self._turns.find(event.turn_id)
         if turn is not None:

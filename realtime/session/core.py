@@ -159,6 +159,11 @@ class Session:
             self._handle(event, now_ns)
         return self._take_actions()
 
+    def audio_written(self, turn_id: int, now_ns: int) -> None:
+        """The socket has taken the turn's first packet."""
+        if not self.is_closed:
+            self._talk.audio_written(turn_id, now_ns)
+
     def shut_down(self, reason: str, now_ns: int) -> list[Action]:
         """No new turns; close when those that are open have ended. The client may still commit or
         cancel them. The server closes the socket itself when the announced deadline has passed."""

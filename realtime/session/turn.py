@@ -57,7 +57,9 @@ class Turn:
         self._first_text_ns: int | None = None
         self._closed_ns: list[int] = []  # by segment: since when it could be spoken
         self._committed_ns: int | None = None
+        self._encoded_ns: int | None = None
         self._first_packet_ns: int | None = None
+        self._written_ns: int | None = None
         self._playback: PlaybackEstimate | None = None
         self._num_samples = 0
         self._num_packets = 0
@@ -125,12 +127,16 @@ class Turn:
         packets = self._number(audio, _KINDS[fmt.codec])
         if packets:
             if self._playback is None:
-                self._first_packet_ns = now_ns
+                self._encoded_ns, self._first_packet_ns = audio.encoded_ns, now_ns
                 self._playback = PlaybackEstimate(not_before_ns)
             self._num_samples = audio.num_samples
             self.audio_ms = 1000.0 * audio.num_samples / fmt.sample_rate
             self._playback.sent(self.audio_ms, now_ns, self._closed_ns[audio.segment])
         return packets
+
+    def written(self, now_ns: int) -> None:
+        """The socket has taken the first packet."""
+        self._written_ns = self._written_ns or now_ns
 
     def _number(self, audio: EncodedAudio, kind: AudioKind) -> tuple[AudioPacket, ...]:
         packets = []
@@ -206,7 +212,12 @@ class Turn:
         origin_ns = self._first_text_ns if self._committed_ns is None else self._committed_ns
         if origin_ns is None:
             return {}
-        ends_ns = {"first_text": self._first_text_ns, "first_packet": self._first_packet_ns}
+        ends_ns = {
+            "first_text": self._first_text_ns,
+            "encoded": self._encoded_ns,
+            "first_packet": self._first_packet_ns,
+            "written": self._written_ns,
+        }
         stamps_ns = {**self.stamps_ns, **ends_ns}
         return {
             name: (t_ns - origin_ns) / 1e6 for name, t_ns in stamps_ns.items() if t_ns is not None

@@ -52,7 +52,12 @@ def test_lengths_and_stages(tmp_path, capsys) -> None:
     ]
     assert all(12 < turn["num_chars"] <= 31 for turn in short["turns"])
     assert all(170 < turn["num_chars"] <= 201 for turn in long["turns"])
-    assert [each["stage"] for each in short["stages"]][-2:] == ["first_packet", "client"]
+    assert [each["stage"] for each in short["stages"]][-4:] == [
+        "encoded",
+        "first_packet",
+        "written",
+        "client",
+    ]
     output = capsys.readouterr().out
     assert "text, characters" in output
     assert "median ms after the commit" in output

@@ -138,7 +138,9 @@ async def test_a_cancelled_turn_tells_its_stages(tmp_path: Path) -> None:
         assert sorted(timeline_ms, key=timeline_ms.__getitem__) == [
             "first_text",
             "first_pcm",
+            "encoded",
             "first_packet",
+            "written",
         ]
 
 
