@@ -35,12 +35,12 @@ def describe_software() -> dict[str, object]:
 
 
 def resident_mib(pid: int) -> float | None:
-    """Resident memory of a process now; None if it is not there to ask."""
+    """Resident memory of a process and its children now; None if it is not there to ask."""
     return _status_mib(pid, "VmRSS")
 
 
 def peak_resident_mib(pid: int) -> float | None:
-    """The most it has had since it started."""
+    """The most each of them has had since it started, together."""
     return _status_mib(pid, "VmHWM")
 
 
@@ -76,8 +76,9 @@ def _tasks(pid: int) -> list[Path]:
 
 
 def _status_mib(pid: int, name: str) -> float | None:
+    pids = {task.parts[2] for task in _tasks(pid)} or {str(pid)}
     try:
-        return round(_kib(Path(f"/proc/{pid}/status"), name) / 1024, 1)
+        return round(sum(_kib(Path(f"/proc/{each}/status"), name) for each in pids) / 1024, 1)
     except OSError:
         return None
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from realtime import egress as egress_module
-from realtime.egress import Egress, LoopEvent
+from realtime.egress import Egress, LoopEvent, threads_for
 from realtime.metrics import Metrics
 from realtime.pingpong.messages import (
     FramePcm,
@@ -28,13 +28,15 @@ PCM = AudioFormat(codec="pcm_s16le")
 class Rig:
     """An egress on the running loop, and what it delivers."""
 
-    def __init__(self, num_slots: int = 2) -> None:
+    def __init__(self, num_slots: int = 2, num_threads: int | None = None) -> None:
         self.slots = Slots(num_slots)
         self.metrics = Metrics()
         self.events: list[LoopEvent] = []
         self.num_wakes = 0
         self._changed = asyncio.Event()
-        self.egress = Egress(24_000, num_slots, self.slots, self._deliver, self.metrics)
+        self.egress = Egress(
+            24_000, num_slots, self.slots, self._deliver, self.metrics, num_threads
+        )
 
     def _deliver(self, event: LoopEvent) -> None:
         self.events.append(event)
@@ -183,9 +185,8 @@ async def test_a_busy_loop_makes_the_engine_wait_and_loses_nothing(
         feeder.join()
 
 
-async def test_many_slots_are_spread_over_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(egress_module, "_SLOTS_PER_THREAD", 2)
-    async with Rig(num_slots=5) as rig:
+async def test_many_slots_are_spread_over_threads() -> None:
+    async with Rig(num_slots=5, num_threads=3) as rig:
         slots = [rig.open() for _ in range(5)]
         for index in range(20):
             for slot in slots:
@@ -208,3 +209,13 @@ async def test_stop_releases_a_waiting_engine(monkeypatch: pytest.MonkeyPatch) -
     rig.egress.stop()
     feeder.join(5.0)
     assert not feeder.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_cores", "expected"),
+    [(4, 2, 1), (64, 2, 1), (4, 64, 1), (64, 16, 4), (512, 16, 4), (64, 32, 8), (512, 128, 8)],
+)
+def test_threads_are_bounded_by_slots_and_cores(
+    num_slots: int, num_cores: int, expected: int
+) -> None:
+    assert threads_for(num_slots, num_cores) == expected
