@@ -27,11 +27,17 @@ _THREADS = 128  # of rope_append
 
 
 class Plan(NamedTuple):
-    """How paged attention is cut. `splits * warps` warps share a row and key/value head."""
+    """How paged attention is cut.
 
-    splits: int  # CTAs of a cluster
+    As many CTAs of a cluster share a row and key/value head as give each of their warps `min_tiles`
+    tiles of 16 positions: a long row gets more, whatever the others need.
+    """
+
+    splits: int  # CTAs of a cluster: most that share a row; splits * warps <= 32
     warps: int
     blocks: int  # CTAs per SM that registers must allow
+    min_tiles: int = 1
+    depth: int = 0  # tiles asked into the L2 ahead of those in flight
 
 
 class SpanPlan(NamedTuple):
@@ -40,15 +46,18 @@ class SpanPlan(NamedTuple):
     splits: int
     warps: int
     batches: int
+    min_tiles: int = 1
+    depth: int = 0
 
 
 def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -> Plan:
     """The plan for a launch shape."""
-    num_pairs, max_len = num_rows * num_kv_heads, max_pages * page_size
+    num_pairs, max_tiles = num_rows * num_kv_heads, max_pages * page_size // 16
+    min_tiles = max(1, num_pairs // 42)
     for splits in (8, 4, 2):
-        if num_pairs * splits <= 1024 and max_len >= splits * 64:
-            return Plan(splits, 4, 3)
-    return Plan(1, 4, 4)
+        if max_tiles > (splits // 2) * 4 * min_tiles:
+            return Plan(splits, 4, 4 if num_pairs > 256 else 3, min_tiles)
+    return Plan(1, 4, 4, min_tiles)
 
 
 def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
@@ -208,7 +217,8 @@ def launch_paged(
         (32 * plan.warps,),
         [
             *(heads, qk_norm, rope, pages, page_table, slots, positions, *out.arguments),
-            *(ctypes.c_float(eps), _scale(head_dim), *_ints(page_table.shape[1])),
+            *(ctypes.c_float(eps), _scale(head_dim)),
+            *_ints(page_table.shape[1], plan.min_tiles, plan.depth),
         ],
         cluster=(plan.splits, 1, 1),
     )
@@ -243,9 +253,10 @@ def launch_span(
         (32 * plan.warps,),
         [
             *(q, pages, page_table, slots, positions, *out.arguments),
-            *(_scale(head_dim), *_ints(page_table.shape[1], num_rows)),
+            _scale(head_dim),
+            *_ints(page_table.shape[1], num_rows, plan.min_tiles, plan.depth),
         ],
-        shared_bytes=plan.warps * plan.batches * _MAX_GROUP * (head_dim + 2) * 4,
+        shared_bytes=_meeting_bytes(plan.warps, plan.batches * _MAX_GROUP, head_dim),
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()
@@ -306,6 +317,14 @@ def frame_attention(  # noqa: PLR0913 - one launch
         ],
     )
     return out.finish()
+
+
+def _meeting_bytes(warps: int, queries: int, head_dim: int) -> int:
+    """Shared memory in which the partial results of a cluster meet: `Exchange` of paged.cuh."""
+    most = max(
+        active * warps * -(-queries // active) for active in range(1, 9) if active * warps <= 32
+    )
+    return most * (head_dim + 2) * 4
 
 
 class _Output:

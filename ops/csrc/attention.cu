@@ -10,12 +10,13 @@
 constexpr int D = HEAD_DIM;
 static_assert(GROUP <= COLUMNS);
 
+using Meeting = Exchange<D, GROUP>;
+
 struct Shared {
-  float sums[WARPS][GROUP][D];
-  float2 states[WARPS][GROUP];
+  Meeting::Storage storage;
 #if IS_FUSED
   bf16 queries[GROUP][D + 32];  // rows apart by 16 banks
-  bf16 keys[D], values[D];        // of the row's own position
+  bf16 keys[D], values[D];      // of the row's own position
 #endif
 };
 
@@ -62,37 +63,41 @@ struct Projected {
 // Grid: (splits, H_kv, M), clusters of `splits` CTAs: 1, 2, 4 or 8, with at most 32 warps.
 //   IS_FUSED: q is qkv [M, H + 2 H_kv, D]; else q [M, H, D], and qk_norm, rope, eps are not used.
 //   pages [P, 2, H_kv, PAGE, D], page_table [num_slots + 1, max_pages].
+//   min_tiles: a row is shared by so many CTAs that each warp has this many tiles.
+//   depth: tiles that are asked to be in the L2 ahead of the one that is being loaded.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     attention(const bf16* q, const bf16* qk_norm, const float2* rope, bf16* pages,
               const i32* page_table, const i64* slots, const i64* positions, bf16* out_values,
-              u8* out_quantised, float* out_scales, float eps, float scale_log2, int max_pages) {
-  __shared__ Shared shared;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int rank = blockIdx.x, splits = gridDim.x, ways = splits * WARPS;
+              u8* out_quantised, float* out_scales, float eps, float scale_log2, int max_pages,
+              int min_tiles, int depth) {
+  __shared__ __align__(16) Shared shared;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
   const int kv_head = blockIdx.y, row = blockIdx.z, num_kv_heads = gridDim.y;
-  const int num_heads = num_kv_heads * GROUP, first_tile = rank * WARPS + warp;
+  const int num_heads = num_kv_heads * GROUP;
   if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
   const int position = static_cast<int>(positions[row]);
-  const Memory<D> memory = {pages,   page_table + slots[row] * max_pages, num_kv_heads, kv_head,
-                            max_pages, ways};
-  int my_pages = load_pages(memory, first_tile, lane);
+  const i32* table = page_table + slots[row] * max_pages;
+  const int last_tile = position / TILE, num_tiles = last_tile + 1;
+  const int active = active_ctas(num_tiles, min_tiles), ways = active * WARPS;
+  if (rank >= active) return;
+  const Meeting meeting = {&shared.storage, active, rank, warp, lane};
+  meeting.arrive();
+  Walk<D> walk = {{pages, table, num_kv_heads, kv_head, max_pages}, rank * WARPS + warp, ways, lane};
+  walk.take_pages(0);
   if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels(), let_next_kernel_start();
 
-  // Tile i of this warp is first_tile + i * ways.
-  const int last_tile = position / TILE, num_tiles = last_tile + 1;
-  const bool has_tile = first_tile < num_tiles;
   Tile<D> tile;
-  if (has_tile) {
-    const bf16* keys_at = memory.keys_at(__shfl_sync(~0u, my_pages, 0), first_tile);
-    const int last_row = position - first_tile * TILE;
-    tile.load_keys(keys_at, last_row, lane);
-    tile.load_values(keys_at + memory.values_offset(), last_row, lane);
+  if (walk.first < num_tiles) {
+    const bf16* keys = walk.keys_at(0);
+    tile.load_keys(keys, position - walk.first * TILE, lane);
+    tile.load_values(keys + walk.memory.values_offset(), position - walk.first * TILE, lane);
+    for (int step = 1; step <= depth; step++) walk.prefetch(0, step, num_tiles);
   }
   Accumulator<D> acc;
 #if IS_FUSED
   bf16* key_target = nullptr;  // the CTA that reads the last tile writes the row's own position
   if (last_tile % ways / WARPS == rank)
-    key_target = pages + (memory.keys_at(memory.table[position / PAGE], last_tile) - pages) +
+    key_target = pages + (walk.memory.keys_at(table[position / PAGE], last_tile) - pages) +
                  position % TILE * D;
   const Projected projected = {num_heads, num_kv_heads, kv_head};
   HeadTables tables[ROUNDS];
@@ -106,41 +111,38 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     const uint4 values =
         *reinterpret_cast<const uint4*>(heads + projected.head(i) * D + projected.offset());
     const uint4 rotated = rotated_head<D>(values, tables[i], qk_norm != nullptr, eps);
-    projected.store(shared, i, values, rotated, key_target, memory.values_offset());
+    projected.store(shared, i, values, rotated, key_target, walk.memory.values_offset());
   }
   __syncthreads();
   acc.init(shared.queries[0], GROUP, D + 32, lane);
   // The row's own position was not in memory when its tile was loaded.
-  if (first_tile == last_tile)
+  if (walk.first == last_tile)
     tile.patch(shared.keys, shared.values, position % TILE, position % TILE, lane);
 #else
   const bf16* heads = q + (static_cast<i64>(row) * num_heads + kv_head * GROUP) * D;
   acc.init(heads, GROUP, D, lane);
 #endif
 
-  int done = 0;  // tiles of this warp
-  for (int i = first_tile; i < num_tiles; i += ways) {
+  int step = 0;
+  for (int i = walk.first; i < num_tiles; i += ways) {
     const int next = i + ways, last_row = position - i * TILE, next_last_row = position - next * TILE;
-    done++;
-    if (done % 32 == 0) my_pages = load_pages(memory, next, lane);
-    const bf16* next_keys = memory.keys_at(__shfl_sync(~0u, my_pages, done % 32), next);
+    step++;
+    if (step % 32 == 0) walk.take_pages(step);
+    const bf16* next_keys = walk.keys_at(step);
     acc.add_keys(tile, scale_log2, {last_row, last_row}, lane);
     if (next < num_tiles) tile.load_keys(next_keys, next_last_row, lane);
+    if (depth > 0) walk.prefetch(step, step + depth, num_tiles);
     acc.add_values(tile);
-    if (next < num_tiles) tile.load_values(next_keys + memory.values_offset(), next_last_row, lane);
+    if (next < num_tiles)
+      tile.load_values(next_keys + walk.memory.values_offset(), next_last_row, lane);
 #if IS_FUSED
     if (next == last_tile)
       tile.patch(shared.keys, shared.values, position % TILE, position % TILE, lane);
 #endif
   }
 
-  acc.store(&shared.sums[warp][0][0], shared.states[warp], GROUP, lane);
-  if (splits > 1)
-    cluster_sync();
-  else
-    __syncthreads();
+  meeting.wait();
+  acc.store(GROUP, lane, [&](int query) { return meeting.place_of(query); });
   const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.z), num_heads};
-  merge<D, GROUP, WARPS>(shared.sums[0][0], shared.states[0], out, splits, warp, lane,
-                         [&](int query) { return make_int2(row, kv_head * GROUP + query); });
-  if (splits > 1) cluster_sync();  // nobody leaves while its shared memory is read
+  meeting.merge(out, [&](int query) { return make_int2(row, kv_head * GROUP + query); });
 }

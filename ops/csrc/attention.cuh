@@ -87,11 +87,65 @@ struct Tile {
   }
 };
 
+// Where a row of attention output goes: bf16 [M, heads * D], or e4m3 with a scale per 128 values
+// (D = 128: one head), scales K-major [heads, padded rows].
+struct Output {
+  bf16* values;
+  u8* quantised;  // null: bf16
+  float* scales;
+  int num_rows, num_heads;
+
+  DEVICE i64 at(int row, int head, int head_dim) const {
+    return (static_cast<i64>(row) * num_heads + head) * head_dim;
+  }
+
+  // By one lane of a warp whose other lanes, from 1 on, are `lane`: the scale, and zeros behind the
+  // last row.
+  DEVICE void store_scale(int row, int head, float scale, int lane) const {
+    const int padded = (num_rows + 3) / 4 * 4;
+    if (lane == 0) scales[head * padded + row] = scale;
+    if (row == num_rows - 1 && lane > 0 && row + lane < padded) scales[head * padded + row + lane] = 0;
+  }
+};
+
+DEVICE float rounded(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+
+// Factor onto the range of e4m3, of values up to `top`.
+DEVICE float e4m3_factor(float top) { return 448.f / fmaxf(top, 1e-10f); }
+
+DEVICE u32 e4m3_of(float value) { return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3); }
+
+DEVICE u32 four_e4m3(float a, float b, float c, float d, float factor) {
+  return e4m3_of(a * factor) | e4m3_of(b * factor) << 8 | e4m3_of(c * factor) << 16 |
+         e4m3_of(d * factor) << 24;
+}
+
+// Stores one head of one row, which the lanes of a warp hold as D / 32 neighbouring values each.
+template <int D>
+DEVICE void store_head(const Output& out, int row, int head, const float (&values)[D / 32], int lane) {
+  const i64 at = out.at(row, head, D) + lane * (D / 32);
+  if (out.quantised == nullptr) {
+    u32* target = reinterpret_cast<u32*>(out.values + at);
+#pragma unroll
+    for (int i = 0; i < D / 64; i++) target[i] = packed(values[2 * i], values[2 * i + 1]);
+    return;
+  }
+  if constexpr (D == 128) {
+    float exact[4], top = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) exact[i] = rounded(values[i]), top = fmaxf(top, fabsf(exact[i]));
+    const float factor = e4m3_factor(warp_max(top));
+    *reinterpret_cast<u32*>(out.quantised + at) =
+        four_e4m3(exact[0], exact[1], exact[2], exact[3], factor);
+    out.store_scale(row, head, 1.f / factor, lane);
+  }
+}
+
 // Softmax state of a warp's queries; lane columns are 2 (lane % 4) and the next.
 template <int D>
 struct Accumulator {
   const bf16* query;        // of column lane / 4, read again for every tile: registers are scarce
-  float sums[D / 16][4];  // weighted values, see `store`
+  float sums[D / 16][4];  // weighted values, see `sum`
   float best[2], total[2];  // largest score times scale; sum of weights, of this lane's rows only
   u32 weights[2];           // of the tile at hand, bf16 pairs, as the second mma reads them
 
@@ -158,65 +212,73 @@ struct Accumulator {
     }
   }
 
-  // Hands the partial result of `num_queries` columns to `merge`: sums [num_queries, D] and
-  // (best, total) [num_queries] in shared memory.
-  DEVICE void store(float* sums_at, float2* state_at, int num_queries, int lane) {
+  // Sums of the weights over all rows, into every lane of the column.
+  DEVICE void reduce_totals() {
 #pragma unroll
-    for (int column = 0; column < 2; column++) {
+    for (int column = 0; column < 2; column++)
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2)
         total[column] += __shfl_xor_sync(~0u, total[column], lanes);
+  }
+
+  // Value `i` of chunk `j` of a column: dimension 64 j + 8 (lane / 4) + i.
+  DEVICE float sum(int column, int j, int i) const { return sums[4 * j + i / 2][2 * (i % 2) + column]; }
+
+  // Hands the partial result of `num_queries` columns to `merge`.
+  //   place_of: addresses (shared::cluster) of a query's sums [D] and of its (best, total).
+  template <typename PlaceOf>
+  DEVICE void store(int num_queries, int lane, PlaceOf place_of) {
+    reduce_totals();
+#pragma unroll
+    for (int column = 0; column < 2; column++) {
       const int query = lane % 4 * 2 + column;
       if (query >= num_queries) continue;
-      if (lane / 4 == 0) state_at[query] = make_float2(best[column], total[column]);
+      const uint2 place = place_of(query);
+      if (lane / 4 == 0) cluster_store2(place.y, best[column], total[column]);
 #pragma unroll
-      for (int j = 0; j < D / 32; j++) {  // four contiguous dimensions at a time
-        const int at = query * D + 64 * (j / 2) + lane / 4 * 8 + 4 * (j % 2);
-        *reinterpret_cast<float4*>(sums_at + at) =
-            make_float4(sums[2 * j][column], sums[2 * j][2 + column], sums[2 * j + 1][column],
-                        sums[2 * j + 1][2 + column]);
+      for (int j = 0; j < D / 64; j++)
+#pragma unroll
+        for (int i = 0; i < 8; i += 4)
+          cluster_store4(place.x + (64 * j + lane / 4 * 8 + i) * 4, sum(column, j, i),
+                         sum(column, j, i + 1), sum(column, j, i + 2), sum(column, j, i + 3));
+    }
+  }
+
+  // Where no other warp has a part: stores `num_queries` columns as heads of a row.
+  DEVICE void finish(const Output& out, int row, int first_head, int num_queries, int lane) {
+    reduce_totals();
+#pragma unroll
+    for (int column = 0; column < 2; column++) {
+      const int query = lane % 4 * 2 + column;
+      const i64 at = out.at(row, first_head + query, D) + lane / 4 * 8;
+      const float inverse = 1.f / total[column];
+      float top = 0;
+#pragma unroll
+      for (int j = 0; j < D / 64; j++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) top = fmaxf(top, fabsf(rounded(sum(column, j, i) * inverse)));
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2)
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
+      if (query >= num_queries) continue;
+      const float factor = e4m3_factor(top);
+#pragma unroll
+      for (int j = 0; j < D / 64; j++) {
+        float v[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = sum(column, j, i) * inverse;
+        if (out.quantised == nullptr) {
+          *reinterpret_cast<uint4*>(out.values + at + 64 * j) = make_uint4(
+              packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7]));
+        } else {
+#pragma unroll
+          for (int i = 0; i < 8; i++) v[i] = rounded(v[i]);
+          *reinterpret_cast<uint2*>(out.quantised + at + 64 * j) = make_uint2(
+              four_e4m3(v[0], v[1], v[2], v[3], factor), four_e4m3(v[4], v[5], v[6], v[7], factor));
+        }
       }
+      if (out.quantised != nullptr)
+        out.store_scale(row, first_head + query, 1.f / factor, lane / 4);
     }
   }
 };
-
-// Where a row of attention output goes: bf16 [M, heads * D], or e4m3 with a scale per 128 values
-// (D = 128: one head), scales K-major [heads, padded rows].
-struct Output {
-  bf16* values;
-  u8* quantised;  // null: bf16
-  float* scales;
-  int num_rows, num_heads;
-};
-
-// Stores one head of one row, which the lanes of a warp hold as D / 32 neighbouring values each.
-template <int D>
-DEVICE void store_head(const Output& out, int row, int head, const float (&values)[D / 32], int lane) {
-  const i64 at = (static_cast<i64>(row) * out.num_heads + head) * D + lane * (D / 32);
-  bf16 rounded[D / 32];
-#pragma unroll
-  for (int i = 0; i < D / 32; i++) rounded[i] = __float2bfloat16_rn(values[i]);
-  if (out.quantised == nullptr) {
-    __nv_bfloat162* target = reinterpret_cast<__nv_bfloat162*>(out.values + at);
-#pragma unroll
-    for (int i = 0; i < D / 64; i++) target[i] = {rounded[2 * i], rounded[2 * i + 1]};
-    return;
-  }
-  if constexpr (D == 128) {
-    float top = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) top = fmaxf(top, fabsf(__bfloat162float(rounded[i])));
-    const float inverse = 448.f / fmaxf(warp_max(top), 1e-10f);
-    u32 packed = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float scaled = __bfloat162float(rounded[i]) * inverse;
-      packed |= static_cast<u32>(__nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3)) << 8 * i;
-    }
-    *reinterpret_cast<u32*>(out.quantised + at) = packed;
-    const int padded = (out.num_rows + 3) / 4 * 4;
-    if (lane == 0) out.scales[head * padded + row] = 1.f / inverse;
-    if (row == out.num_rows - 1 && lane > 0 && row + lane < padded)
-      out.scales[head * padded + row + lane] = 0;
-  }
-}

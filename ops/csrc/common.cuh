@@ -135,6 +135,12 @@ DEVICE void cluster_store2(u32 address, float x, float y) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
+DEVICE void cluster_store4(u32 address, float x, float y, float z, float w) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y),
+               "f"(z), "f"(w)
+               : "memory");
+}
+
 DEVICE void cluster_store(u32 address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }

@@ -13,8 +13,6 @@ static_assert(POSITIONS <= WARPS && GROUP <= COLUMNS);
 struct Shared {
   bf16 queries[POSITIONS][GROUP][D + 32];  // rows apart by 16 banks
   bf16 keys[POSITIONS][D], values[POSITIONS][D];
-  float sums[POSITIONS][GROUP][D];
-  float2 states[POSITIONS][GROUP];
 };
 
 // Grid: (H_kv, R).
@@ -69,17 +67,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   acc.init(shared.queries[warp][0], GROUP, D + 32, lane);
   acc.add_keys(tile, scale_log2, {position, position}, lane);
   acc.add_values(tile);
-  acc.store(shared.sums[warp][0], shared.states[warp], GROUP, lane);
-  __syncwarp();
   const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.y) * POSITIONS,
                       num_heads};
-#pragma unroll
-  for (int query = 0; query < GROUP; query++) {
-    const float inverse = 1.f / shared.states[warp][query].y;
-    float values[D / 32];
-#pragma unroll
-    for (int i = 0; i < D / 32; i++)
-      values[i] = shared.sums[warp][query][lane * (D / 32) + i] * inverse;
-    store_head<D>(out, first_row + warp, kv_head * GROUP + query, values, lane);
-  }
+  acc.finish(out, first_row + warp, kv_head * GROUP, GROUP, lane);
 }

@@ -1,5 +1,5 @@
 // Paged keys and values, and how the warps that share them put their partial results together.
-//   PAGE positions of a page.
+//   PAGE positions of a page, WARPS of a CTA.
 #pragma once
 
 #include "attention.cuh"
@@ -7,11 +7,10 @@
 static_assert(PAGE % TILE == 0);
 
 template <int D>
-struct Memory {  // one layer's pages, and what the row reads of them
+struct Memory {  // one layer's pages, and what a row and key/value head reads of them
   const bf16* pages;
   const i32* table;  // the slot's row
   int num_kv_heads, head, max_pages;
-  int ways;  // warps that share the row and head, at most 32
 
   // Row 0 of a tile's keys; `page` holds it.
   DEVICE const bf16* keys_at(int page, int tile) const {
@@ -20,45 +19,111 @@ struct Memory {  // one layer's pages, and what the row reads of them
   DEVICE i64 values_offset() const { return static_cast<i64>(num_kv_heads) * PAGE * D; }
 };
 
-// Pages of the next 32 tiles of this warp, one per lane; 0 past the table's end.
+// The tiles of one warp: `first`, and every `stride`-th from there.
 template <int D>
-DEVICE int load_pages(const Memory<D>& memory, int first_tile, int lane) {
-  const int page = (first_tile + lane * memory.ways) / (PAGE / TILE);
-  return page < memory.max_pages ? memory.table[page] : 0;
+struct Walk {
+  Memory<D> memory;
+  int first, stride, lane;
+  int pages;  // of the next 32 tiles, one per lane
+
+  // Takes the pages of tiles `step` and following (a multiple of 32); 0 past the table's end.
+  DEVICE void take_pages(int step) {
+    const int page = (first + (step + lane) * stride) / (PAGE / TILE);
+    pages = page < memory.max_pages ? memory.table[page] : 0;
+  }
+
+  // Row 0 of the keys of tile `step`, one of the 32 whose pages are taken.
+  DEVICE const bf16* keys_at(int step) const {
+    return memory.keys_at(__shfl_sync(~0u, pages, step % 32), first + step * stride);
+  }
+
+  // Asks for tile `step` to be in the L2, if it is among those whose pages are taken with `now`.
+  DEVICE void prefetch(int now, int step, int num_tiles) const {
+    if (first + step * stride >= num_tiles || step / 32 != now / 32) return;
+    constexpr int LINES = TILE * D * 2 / 128;  // of the keys; of the values as many
+    const bf16* keys = keys_at(step);
+#pragma unroll
+    for (int i = 0; i < 2 * LINES; i += 32) {
+      const int line = i + lane;
+      const bf16* at = keys + (line < LINES ? 0 : memory.values_offset()) + line % LINES * 64;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+    }
+  }
+};
+
+// CTAs of a cluster that share a row: those that get at least `min_tiles` tiles per warp. It depends
+// on the row's length alone; the others have nothing to do and leave.
+DEVICE int active_ctas(int num_tiles, int min_tiles) {
+  const int wanted = (num_tiles + WARPS * min_tiles - 1) / (WARPS * min_tiles);
+  return min(wanted, static_cast<int>(gridDim.x));
 }
 
-// Merges the partial results of all warps of the cluster, in a fixed order, and stores the queries this
-// warp is given. Every warp has left sums [QUERIES, D] and states [QUERIES] in its CTA's shared memory.
-//   place_of: the row and head of a query; row < 0: there is none.
-template <int D, int QUERIES, int NUM_WARPS, typename PlaceOf>
-DEVICE void merge(const float* all_sums, const float2* all_states, const Output& out, int splits,
-                  int warp, int lane, PlaceOf place_of) {
-  const int ways = splits * NUM_WARPS, rank = blockIdx.x;
-  const u32 states = shared_address(all_states), sums = shared_address(all_sums);
-  for (int query = rank + splits * warp; query < QUERIES; query += ways) {
-    const int2 place = place_of(query);
-    if (place.x < 0) continue;
-    float best = LOWEST, total = 0;
-    if (lane < ways) {
-      const u32 at = cluster_address(states, lane / NUM_WARPS) + (lane % NUM_WARPS * QUERIES + query) * 8;
-      best = cluster_load(at), total = cluster_load(at + 4);
-    }
-    const float weight = exp2f(best - warp_max(best));  // 0 where a warp had no tile
-    const float inverse = 1.f / warp_sum(total * weight);
-    float values[D / 32] = {};
-#pragma unroll 8
-    for (int way = 0; way < ways; way++) {
-      const float factor = __shfl_sync(~0u, weight, way);
-      const u32 at = cluster_address(sums, way / NUM_WARPS) + (way % NUM_WARPS * QUERIES + query) * D * 4 +
-                     lane * (D / 32) * 4;
-#pragma unroll
-      for (int i = 0; i < D / 32; i += 2) {
-        const float2 part = cluster_load2(at + i * 4);
-        values[i] += part.x * factor, values[i + 1] += part.y * factor;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < D / 32; i++) values[i] *= inverse;
-    store_head<D>(out, place.x, place.y, values, lane);
+// Where partial results of `QUERIES` queries meet: query q in CTA q % active, from every warp of every
+// active CTA, in shared memory. At most 32 warps.
+template <int D, int QUERIES>
+struct Exchange {
+  // Queries that meet in one CTA, times warps: most for one CTA or for all.
+  static constexpr int most(int active) {
+    return active * WARPS > 32 ? 0 : active * WARPS * ((QUERIES + active - 1) / active);
   }
-}
+  static constexpr int larger(int a, int b) { return a > b ? a : b; }
+  static constexpr int CAPACITY = larger(larger(most(1), most(2)), larger(most(4), larger(
+      larger(most(3), most(5)), larger(most(6), larger(most(7), most(8))))));
+  struct Storage {
+    float sums[CAPACITY][D];
+    float2 states[CAPACITY];
+  };
+
+  Storage* storage;
+  int active, rank, warp, lane;
+
+  DEVICE int queries_per_cta() const { return (QUERIES + active - 1) / active; }
+
+  // Before the first `store`: the shared memory of all active CTAs may be written.
+  DEVICE void arrive() const {
+    if (active > 1) cluster_arrive();
+  }
+  DEVICE void wait() const {
+    if (active > 1) cluster_wait();
+  }
+
+  // Addresses for this warp's part of a query.
+  DEVICE uint2 place_of(int query) const {
+    const int at = (rank * WARPS + warp) * queries_per_cta() + query / active;
+    const u32 sums = shared_address(storage->sums[at]), state = shared_address(&storage->states[at]);
+    if (active == 1) return make_uint2(sums, state);
+    return make_uint2(cluster_address(sums, query % active), cluster_address(state, query % active));
+  }
+
+  // Once every warp has stored: merges in a fixed order and stores what meets in this CTA.
+  //   row_and_head_of: of a query; row < 0: there is none.
+  template <typename RowAndHeadOf>
+  DEVICE void merge(const Output& out, RowAndHeadOf row_and_head_of) const {
+    if (active > 1)
+      cluster_arrive(), cluster_wait();
+    else
+      __syncthreads();
+    const int ways = active * WARPS, stride = queries_per_cta();
+    for (int slot = warp; slot * active + rank < QUERIES; slot += WARPS) {
+      const int2 target = row_and_head_of(slot * active + rank);
+      if (target.x < 0) continue;
+      const float2 state = lane < ways ? storage->states[lane * stride + slot] : make_float2(LOWEST, 0);
+      const float weight = exp2f(state.x - warp_max(state.x));  // 0 where a warp had no tile
+      const float inverse = 1.f / warp_sum(state.y * weight);
+      float values[D / 32] = {};
+#pragma unroll 8
+      for (int way = 0; way < ways; way++) {
+        const float factor = __shfl_sync(~0u, weight, way);
+        const float* part = storage->sums[way * stride + slot] + lane * (D / 32);
+#pragma unroll
+        for (int i = 0; i < D / 32; i += 2) {
+          const float2 pair = *reinterpret_cast<const float2*>(part + i);
+          values[i] += pair.x * factor, values[i + 1] += pair.y * factor;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < D / 32; i++) values[i] *= inverse;
+      store_head<D>(out, target.x, target.y, values, lane);
+    }
+  }
+};

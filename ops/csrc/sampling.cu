@@ -14,7 +14,7 @@ static_assert(NUM_TOKENS <= 1 << INDEX_BITS && MAX_CANDIDATES * 2 == THREADS);
 struct Shared {
   float top[WARPS], low[WARPS], sum[WARPS];
   int count[3];
-  u64 candidates[MAX_CANDIDATES];
+  __align__(16) u64 candidates[MAX_CANDIDATES];
   u64 ranked[MAX_RANKS];  // best first
   int code;
 };
@@ -65,13 +65,14 @@ DEVICE int block_count(Shared& shared, int mine, int round, int lane) {
   return total;
 }
 
-// A key that at least `num_ranks` and at most MAX_CANDIDATES keys reach, given one that too many do.
-// Keys differ, so the search ends.
-DEVICE u64 raised_bound(Shared& shared, const u64 (&keys)[PER_THREAD], u64 low, int num_ranks, int lane) {
-  u64 high = 1ull << (32 + INDEX_BITS);  // no key reaches it
+// A key that at least `num_ranks` and at most MAX_CANDIDATES keys reach, given one that too many do and
+// one that too few do. Keys differ, so there is one; only among NaN, which beat every bound, the search
+// may end without it.
+DEVICE u64 raised_bound(Shared& shared, const u64 (&keys)[PER_THREAD], u64 low, u64 high, int num_ranks,
+                        int lane) {
   if (threadIdx.x < 3) shared.count[threadIdx.x] = 0;
   __syncthreads();
-  for (int round = 0;; round++) {
+  for (int round = 0; high - low > 1; round++) {
     const u64 middle = low + (high - low) / 2;
     int mine = 0;
 #pragma unroll
@@ -81,9 +82,10 @@ DEVICE u64 raised_bound(Shared& shared, const u64 (&keys)[PER_THREAD], u64 low, 
       high = middle;
     } else {
       low = middle;
-      if (total <= MAX_CANDIDATES) return low;
+      if (total <= MAX_CANDIDATES) break;
     }
   }
+  return low;
 }
 
 // Appends the keys that reach `bound` to the candidates, as far as there is room; counts all.
@@ -222,26 +224,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   int num_candidates = shared.count[0];
   if (num_candidates > MAX_CANDIDATES) {
     __syncthreads();
-    bound = raised_bound(shared, keys, bound, num_ranks, lane);
+    bound = raised_bound(shared, keys, bound, sort_key(top, 0) + 1, num_ranks, lane);
     __syncthreads();
     if (threadIdx.x == 0) shared.count[0] = 0;
     __syncthreads();
     collect(shared, keys, bound, lane);
     __syncthreads();
-    num_candidates = shared.count[0];
+    num_candidates = min(shared.count[0], MAX_CANDIDATES);
   }
 
-  // Two threads per candidate count who beats it.
-  const int candidate = threadIdx.x / 2;
-  const u64 key = candidate < num_candidates ? shared.candidates[candidate] : 0;
-  int rank = 0;
-  if (warp * 16 < num_candidates) {
+  // `parts` threads per candidate count who beats it, two at a time.
+  const int parts = num_candidates <= THREADS / 8 ? 8 : num_candidates <= THREADS / 4 ? 4 : 2;
+  const int candidate = threadIdx.x / parts, part = threadIdx.x % parts;
+  if (warp * 32 / parts < num_candidates) {
+    const u64 key = shared.candidates[min(candidate, num_candidates - 1)];
+    int rank = 0;
 #pragma unroll 4
-    for (int i = threadIdx.x % 2; i < num_candidates; i += 2) rank += shared.candidates[i] > key;
+    for (int i = 2 * part; i < num_candidates; i += 2 * parts) {
+      const ulonglong2 pair = *reinterpret_cast<const ulonglong2*>(shared.candidates + i);
+      rank += (pair.x > key) + (i + 1 < num_candidates && pair.y > key);
+    }
     __syncwarp();
-    rank += __shfl_xor_sync(~0u, rank, 1);
-    if (candidate < num_candidates && threadIdx.x % 2 == 0 && rank < num_ranks)
-      shared.ranked[rank] = key;
+    for (int lanes = 1; lanes < parts; lanes *= 2) rank += __shfl_xor_sync(~0u, rank, lanes);
+    if (candidate < num_candidates && part == 0 && rank < num_ranks) shared.ranked[rank] = key;
   }
   __syncthreads();
 

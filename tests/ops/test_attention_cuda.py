@@ -95,9 +95,10 @@ def test_every_group_size(head_dim, group):
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 511, 512, 513, 8192])
 def test_every_plan(splits, length):
     case = on_gpu([length, 40], S2_PRO, max_len=8192)
-    for warps, blocks in ((4, 3), (4, 4), (2, 6)):
-        out = attention.launch_paged(case.q, None, case.where, "bf16", Plan(splits, warps, blocks))
-        assert relative_error(out, case.expected(case.q)) < MAX_ERROR, (splits, warps, blocks)
+    for rest in ((4, 3, 1, 0), (4, 4, 5, 2), (2, 6, 3, 4)):
+        plan = Plan(splits, *rest)
+        out = attention.launch_paged(case.q, None, case.where, "bf16", plan)
+        assert relative_error(out, case.expected(case.q)) < MAX_ERROR, plan
 
 
 def fused_matches(case):
@@ -128,7 +129,7 @@ def test_quantised_output_is_the_bf16_output_quantised(num_rows):
 
 def test_a_row_alone_has_the_bits_it_has_in_a_batch_of_the_same_plan():
     case = on_gpu(mixed_lengths(48, seed=2), S2_PRO)
-    for plan in (Plan(1, 4, 4), Plan(2, 4, 3), Plan(8, 4, 3)):
+    for plan in (Plan(1, 4, 4), Plan(2, 4, 3, 2), Plan(8, 4, 3, 8, 2)):
         whole = attention.launch_paged(case.q, None, case.where, "bf16", plan)
         again = attention.launch_paged(case.q, None, case.where, "bf16", plan)
         assert torch.equal(whole, again)
@@ -162,8 +163,8 @@ def test_a_prefill_chunk(heads, length, num_rows, is_span):
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
 def test_every_plan_of_a_span(splits):
     q, chunk = span_of(on_gpu([40, 900], S2_PRO), 1, 77)
-    for warps, batches in ((4, 1), (4, 2), (4, 4), (2, 3)):
-        plan = SpanPlan(splits, warps, batches)
+    for rest in ((4, 1, 2, 0), (4, 2, 1, 2), (4, 4, 4, 1), (2, 3, 1, 0)):
+        plan = SpanPlan(splits, *rest)
         out = attention.launch_span(q, chunk.where, "bf16", plan)
         assert relative_error(out, chunk.expected(q)) < MAX_ERROR, plan
         scaled = attention.launch_span(q, chunk.where, "bsfp8", plan)
