@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +19,10 @@ from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.geometries import config_json
 from model.loader import placements
+from model.parallel import in_order, num_places
 from model.random_model import RandomModel, codec_config
-from model.random_weights import RandomWeights, draw_codec_weight, draw_weight
-from model.tensor_files import Entry, write_weights
+from model.random_weights import RandomWeights, bf16_row_slices, draw_codec_weight, draw_rows
+from model.tensor_files import PIECE_BYTES, Entry, write_weights
 
 
 class CheckpointPlan(NamedTuple):
@@ -67,19 +70,30 @@ def write_checkpoint(
 ) -> None:
     """The same model as files, in the published names and layout; values are drawn on the CPU.
 
-    Holds no more than a piece of a tensor of the model, a tensor of the codec.
+    Holds no more than a piece of a tensor for each core.
 
     Args:
         folder: exists and is empty.
         on_bytes: told how many bytes were written since the last call; `plan.nbytes` in all.
     """
-    plan, cpu = plan_checkpoint(made_up.geometry), torch.device("cpu")
+    plan = plan_checkpoint(made_up.geometry)
     made_up.write_small_files(folder)
+    tasks = [(entry, rows) for entry in plan.weights for rows in bf16_row_slices(entry.shape)]
+    memory = [torch.empty(PIECE_BYTES // 2, dtype=torch.bfloat16) for _ in range(num_places())]
 
-    def pieces(entry: Entry) -> Iterator[Tensor]:
-        return draw_weight(plan.names[entry.name], entry.shape, plan.config, made_up.seed, cpu)
+    def draw(task: tuple[Entry, slice], place: int) -> Tensor:
+        entry, rows = task
+        shape = (rows.stop - rows.start, *entry.shape[1:])
+        out = memory[place][: math.prod(shape)].view(shape)
+        draw_rows(plan.names[entry.name], entry.shape, rows, plan.config, made_up.seed, out)
+        return out
 
-    write_weights(folder, plan.weights, pieces, {}, on_bytes)
+    with closing(in_order(draw, tasks)) as drawn:
+
+        def pieces(entry: Entry) -> Iterator[Tensor]:
+            return islice(drawn, sum(1 for _ in bf16_row_slices(entry.shape)))
+
+        write_weights(folder, plan.weights, pieces, {}, on_bytes)
     _write_codec(plan, made_up.seed, folder, on_bytes)
 
 
@@ -90,12 +104,12 @@ def _write_codec(
     codec: dict[str, Tensor] = {}
     scratch = folder / "scratch"
     scratch.mkdir()
+
     for name, shape in plan.codec.items():
-        weight = draw_codec_weight(name, shape, seed, torch.device("cpu"))
-        for part, values in _published_codec_weight(name, weight).items():
-            file = str(scratch / str(len(codec)))
-            mapped = torch.from_file(file, shared=True, size=values.numel(), dtype=values.dtype)
-            codec[part] = mapped.view(values.shape).copy_(values)
+        file, size = str(scratch / name), math.prod(shape)
+        weight = torch.from_file(file, shared=True, size=size, dtype=torch.float32).view(shape)
+        draw_codec_weight(name, seed, weight)
+        codec |= _published_codec_weight(name, weight)
         on_bytes(weight.nbytes)
     torch.save(codec, folder / "codec.pth")
     shutil.rmtree(scratch)

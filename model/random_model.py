@@ -42,7 +42,7 @@ from model.dual_ar import DualAR
 from model.errors import ConfigError
 from model.geometries import GEOMETRIES, config_json, control_ids
 from model.loader import placements
-from model.random_weights import RandomWeights, bf16_row_slices, draw_weight, seeded_generator
+from model.random_weights import RandomWeights, bf16_row_slices, draw_rows, seeded_generator
 from model.tensor_files import fingerprint
 
 SCHEME = "random:"
@@ -135,11 +135,14 @@ class RandomModel:
         config = DualARConfig.from_dict(config_json(self.geometry))
         model = DualAR(config, device, dtype)
         for placement in placements(model):
-            pieces = draw_weight(placement.name, placement.shape, config, self.seed, device)
-            for rows, piece in zip(bf16_row_slices(placement.shape), pieces, strict=True):
-                is_vector = len(placement.shape) == 1  # and perhaps broadcast
-                target = placement.target if is_vector else placement.target[rows]
-                target.copy_(piece)
+            name, shape, target, _ = placement
+            for rows in bf16_row_slices(shape):
+                drawn = torch.empty(
+                    (rows.stop - rows.start, *shape[1:]), device=device, dtype=torch.bfloat16
+                )
+                draw_rows(name, shape, rows, config, self.seed, drawn)
+                is_vector = len(shape) == 1  # and perhaps broadcast
+                (target if is_vector else target[rows]).copy_(drawn)
         model.finish_loading()
         return model.eval()
 

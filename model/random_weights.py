@@ -27,27 +27,34 @@ _RESIDUAL_WRITERS = ("wo.weight", "w2.weight")
 _CODEC_OUTPUT_GAIN = 20.0  # a waveform of about 0.1 RMS
 
 
-def draw_weight(
-    name: str, shape: tuple[int, ...], config: DualARConfig, seed: int, device: torch.device
-) -> Iterator[Tensor]:
-    """A tensor of the DualAR by its name in `model.loader`, bf16, in pieces of `bf16_row_slices`.
+def draw_rows(
+    name: str,
+    shape: tuple[int, ...],
+    rows: slice,
+    config: DualARConfig,
+    seed: int,
+    out: Tensor,
+) -> None:
+    """Draw some rows of a tensor of the DualAR by its name in `model.loader`, bf16.
 
-    It depends on seed, name and shape alone, so that tensors may be drawn in any order.
+    They depend on seed, name, shape and rows alone, so that they may be drawn in any order.
+
+    Args:
+        rows: one of `bf16_row_slices(shape)`.
+        out: gets them.
     """
-    generator = seeded_generator(seed, name, device)
-    for rows in bf16_row_slices(shape):
-        piece = torch.empty(rows.stop - rows.start, *shape[1:], device=device, dtype=torch.bfloat16)
-        if name.endswith("norm.weight"):
-            piece.fill_(1.0)
-        elif name.endswith("bias"):
-            piece.zero_()
-        else:
-            piece.normal_(0.0, _std(name, shape, config), generator=generator)
-        _forbid_the_end(name, piece, rows, config)
-        yield piece
+    if name.endswith("norm.weight"):
+        out.fill_(1.0)
+    elif name.endswith("bias"):
+        out.zero_()
+    else:
+        generator = seeded_generator(seed, f"{name} {rows.start}", out.device)
+        out.normal_(0.0, _std(name, shape, config), generator=generator)
+    _forbid_the_end(name, out, rows, config)
 
 
 def bf16_row_slices(shape: tuple[int, ...]) -> Iterator[slice]:
+    """The pieces in which a tensor is drawn."""
     return row_slices(shape, torch.bfloat16.itemsize)
 
 
@@ -83,22 +90,32 @@ class RandomWeights(Weights):
         self._seed = seed
 
     def take(self, name: str, *shape: int) -> Tensor:
-        return draw_codec_weight(self._prefix + name, shape, self._seed, self.device)
+        out = torch.empty(shape, device=self.device, dtype=torch.float32)
+        draw_codec_weight(self._prefix + name, self._seed, out)
+        return out
 
 
-def draw_codec_weight(name: str, shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
-    """One tensor of the codec, f32, at a scale that keeps the waveform neither silent nor clipped."""
-    tensor = torch.empty(shape, device=device, dtype=torch.float32)
+def draw_codec_weight(name: str, seed: int, out: Tensor) -> None:
+    """Draw a tensor of the codec, f32, at a scale that keeps the waveform neither silent nor
+    clipped."""
     if name.endswith("bias"):
-        return tensor.zero_()
-    if name.endswith(("norm.weight", "alpha")):
-        return tensor.fill_(1.0)
-    if name.endswith("gamma"):
-        return tensor.fill_(0.1)
-    std = 1.0 if name.endswith("codebook.weight") else 1 / math.sqrt(math.prod(shape[1:]))
+        out.zero_()
+    elif name.endswith(("norm.weight", "alpha")):
+        out.fill_(1.0)
+    elif name.endswith("gamma"):
+        out.fill_(0.1)
+    else:
+        generator = seeded_generator(seed, "codec " + name, out.device)
+        out.normal_(0.0, _codec_std(name, tuple(out.shape)), generator=generator)
+
+
+def _codec_std(name: str, shape: tuple[int, ...]) -> float:
+    if name.endswith("codebook.weight"):
+        return 1.0
+    std = 1 / math.sqrt(math.prod(shape[1:]))
     if name.startswith("decoder."):  # residual units and snakes add up
         std *= _CODEC_OUTPUT_GAIN if shape[0] == 1 else 0.5
-    return tensor.normal_(0.0, std, generator=seeded_generator(seed, "codec " + name, device))
+    return std
 
 
 def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000  # as published checkpoints are cut
-PIECE_BYTES = 32 << 20  # of a tensor at a time
+PIECE_BYTES = 16 << 20  # of a tensor at a time
 _FINGERPRINT_BYTES = 1 << 20
 
 _DTYPES = {
