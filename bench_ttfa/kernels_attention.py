@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -212,18 +214,38 @@ def small_timings() -> Iterable[Timing]:
             yield Timing("sampling", name, num_rows, graph_us([call] * 24), 0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    timings: list[Timing] = []
-    for timing in (*attention_timings(), *small_timings()):
+def measure() -> Iterable[Timing]:
+    """All timings, in the order of the table."""
+    yield from attention_timings()
+    yield from small_timings()
+
+
+def line(timing: Timing) -> str:
+    rate = f"{timing.gb_per_s:6.0f}" if timing.gb_per_s else ""
+    return f"{timing.op:46} {timing.variant:23} {timing.rows:4} {timing.us:8.2f} {rate}".rstrip()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="bench_ttfa.kernels_attention", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("bench_ttfa.kernels_attention needs a CUDA device", file=sys.stderr)
+        return 1
+    print(f"{'op':46} {'variant':23} rows       us   GB/s")
+    timings = []
+    for timing in measure():
         timings.append(timing)
-        rate = f"{timing.gb_per_s:8.0f}" if timing.gb_per_s else " " * 8
-        print(f"{timing.op:48s} {timing.variant:24s} {timing.rows:4d} {timing.us:8.2f} {rate}")
-    if args.json:
-        args.json.write_text(json.dumps([asdict(timing) for timing in timings], indent=1))
+        print(line(timing), flush=True)
+    if options.json:
+        name = torch.cuda.get_device_name()
+        record: dict[str, Any] = {"device": name, "torch": torch.__version__}
+        record["timings"] = [asdict(timing) for timing in timings]
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
