@@ -27,7 +27,7 @@ from model.sampling import MAX_TOP_K
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
 from ops.embedding import embed_rows
 from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
-from ops.quantize import Activation, Kind, quantize_weight, rms_norm
+from ops.quantize import Activation, Kind, norm_for_linear, quantize_weight, rms_norm
 from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_semantic
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class FusedBlock:
 
     def project(self, x: Tensor) -> Tensor:
         """[M, C] -> queries, keys and values [M, H + 2 H_kv, D], neither normed nor rotated."""
-        normed = rms_norm(x, self.attention_norm, self.config.norm_eps, self.kind)
+        normed = norm_for_linear(x, self.attention_norm, self.config.norm_eps, self.kind)
         qkv = linear(normed, self.wqkv, bias=self.qkv_bias)
         return qkv.view(x.shape[0], -1, self.config.head_dim)
 
@@ -82,7 +82,7 @@ class FusedBlock:
         """[M, C] -> [M, C]."""
         attended = attend(layer, self, self.project(x))
         x = linear(attended, self.wo, bias=self.o_bias, residual=x)
-        normed = rms_norm(x, self.ffn_norm, self.config.norm_eps, self.kind)
+        normed = norm_for_linear(x, self.ffn_norm, self.config.norm_eps, self.kind)
         return linear(gate_up_swiglu(normed, self.gate_up), self.down, residual=x)
 
 
