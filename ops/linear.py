@@ -132,7 +132,7 @@ def unpack(packed: PackedWeight) -> Tensor:
 
 
 def linear(
-    x: Activation,
+    x: Input,
     weight: PackedWeight,
     *,
     bias: Tensor | None = None,
