@@ -11,13 +11,13 @@ with everything); libopus runs without the interpreter's lock, so that threads a
 import asyncio
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from realtime.audio_encoder import AudioEncoder
+from realtime.deadline_queue import DeadlineQueue
 from realtime.metrics import Metrics
 from realtime.pingpong.api import SlotTable
 from realtime.pingpong.messages import (
@@ -54,6 +54,7 @@ class _Stream:
     turn_id: int = -1
     segment: int = 0
     num_frames: int = 0
+    played_s: float = 0.0  # when a listener has heard what is encoded
 
     def is_at(self, slot: SlotRef, turn_id: int) -> bool:
         return self.slot == slot and self.turn_id == turn_id
@@ -61,6 +62,10 @@ class _Stream:
     def start_turn(self, slot: SlotRef, turn_id: int) -> None:
         self.encoder.reset()
         self.slot, self.turn_id, self.segment, self.num_frames = slot, turn_id, 0, 0
+        self.played_s = 0.0
+
+    def encoded(self, num_samples: int, codec_rate: int, now_s: float) -> None:
+        self.played_s = max(self.played_s, now_s) + num_samples / codec_rate
 
 
 def threads_for(num_slots: int, num_cores: int) -> int:
@@ -88,7 +93,7 @@ class Egress:
         self._metrics = metrics
         self._streams: dict[int, _Stream] = {}  # by slot.idx; added by the loop, removed here
         num_threads = num_threads or threads_for(num_slots, os.cpu_count() or 1)
-        self._inboxes = [queue.Queue[Event](_MAX_INBOX) for _ in range(num_threads)]
+        self._inboxes = [DeadlineQueue(_MAX_INBOX, self._deadline) for _ in range(num_threads)]
         self._outbox: list[LoopEvent] = []
         self._outbox_changed = threading.Condition()
         self._is_wake_scheduled = False
@@ -139,36 +144,33 @@ class Egress:
     def put(self, event: Event) -> None:
         """The engine's sink. Waits while the queue is full; drops everything once stopping."""
         inbox = self._inboxes[event.slot.idx % len(self._inboxes)]
-        while not self._is_stopping:
-            try:
-                inbox.put(event, timeout=_POLL_S)
-            except queue.Full:
-                continue
-            return
+        while not self._is_stopping and not inbox.put(event, _POLL_S):
+            pass
+
+    def _deadline(self, event: Event) -> float:
+        """When the listener has played what is encoded of the slot, in `time.perf_counter` seconds. At
+        once for what begins a turn, and for what costs nothing."""
+        stream = self._streams.get(event.slot.idx)
+        if stream is None or not isinstance(event, FramePcm | TurnEnd):
+            return 0.0
+        return stream.played_s if stream.is_at(event.slot, event.turn_id) else 0.0
 
     # ------------------------------------------------------------------ egress threads
 
-    def _run(self, inbox: queue.Queue[Event]) -> None:
+    def _run(self, inbox: DeadlineQueue) -> None:
         name_thread("plosive-egress")
         while not self._is_stopping:
-            try:
-                event = inbox.get(timeout=_POLL_S)
-            except queue.Empty:
-                continue
-            self._post(self._burst(event, inbox))
+            event = inbox.get(_POLL_S)
+            if event is not None:
+                self._post(self._burst(event, inbox))
 
-    def _burst(self, event: Event | None, inbox: queue.Queue[Event]) -> list[LoopEvent]:
+    def _burst(self, event: Event | None, inbox: DeadlineQueue) -> list[LoopEvent]:
         """Process what is queued, for `_MAX_BURST_S` at most."""
         burst: list[LoopEvent] = []
         end_s = time.perf_counter() + _MAX_BURST_S
         while event is not None:
             burst += self._process(event)
-            event = None
-            if time.perf_counter() < end_s:
-                try:
-                    event = inbox.get_nowait()
-                except queue.Empty:
-                    break
+            event = inbox.get(0.0) if time.perf_counter() < end_s else None
         return burst
 
     def _post(self, burst: list[LoopEvent]) -> None:
@@ -213,6 +215,7 @@ class Egress:
         stream.segment = event.segment
         stream.num_frames += event.num_frames
         packets = stream.encoder.push(event.pcm)
+        stream.encoded(len(event.pcm), self._codec_rate, time.perf_counter())
         self._metrics.frames.inc(event.num_frames)
         self._account(packets, started_s)
         return [

@@ -24,8 +24,8 @@ _FRAME = struct.Struct(
     "<6q"
 )  # slot.idx, slot.generation, turn_id, segment, first_frame, num_frames
 _READ_BYTES = 256 * 1024
-_SOCKET_BYTES = 1024 * 1024
-MAX_BACKLOG = 4_096  # messages that `send` keeps; with `is_patient` it waits beyond them
+_SOCKET_BYTES = 256 * 1024  # what waits in order, whatever is more urgent: 30 frames of PCM
+MAX_BACKLOG = 32  # messages that `send` keeps; with `is_patient` it waits beyond them
 
 
 class LinkClosed(Exception):

@@ -198,6 +198,21 @@ async def test_many_slots_are_spread_over_threads() -> None:
             assert [audio.first_frame for audio in mine] == list(range(20))
 
 
+async def test_a_new_turn_does_not_wait_behind_audio_that_is_needed_later() -> None:
+    rig = Rig()  # not started yet: everything waits
+    busy, fresh = rig.open(), rig.open()
+    rig.egress.put(SlotReady(busy, 1.0, True))
+    for index in range(100):
+        rig.egress.put(frame(busy, 1, index))
+    rig.egress.put(frame(fresh, 1, 0))
+    async with rig:
+        events = await rig.until(102)
+    slots = [event.slot for event in events if isinstance(event, EncodedAudio)]
+    assert slots.index(fresh) <= 2
+    mine = [e.first_frame for e in events if isinstance(e, EncodedAudio) and e.slot == busy]
+    assert mine == list(range(100))
+
+
 async def test_stop_releases_a_waiting_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()  # never started: its queue stays full
     rig.egress._inboxes[0].maxsize = 1

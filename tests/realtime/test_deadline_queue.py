@@ -1,0 +1,88 @@
+"""Order within a slot, urgency between slots, and a bound over all."""
+
+import random
+import threading
+import time
+
+import pytest
+
+from realtime.deadline_queue import DeadlineQueue
+from realtime.pingpong.messages import SegmentEnd, SlotRef
+
+
+def item(slot: int, number: int) -> SegmentEnd:
+    return SegmentEnd(SlotRef(slot, 1), 1, number, 0)
+
+
+def drain(queue: DeadlineQueue) -> list[tuple[int, int]]:
+    got = []
+    while (event := queue.get(0.0)) is not None:
+        got.append((event.slot.idx, event.segment))
+    return got
+
+
+def test_the_most_urgent_slot_goes_first_and_keeps_its_order() -> None:
+    deadlines = {0: 5.0, 1: 1.0, 2: 3.0}
+    queue = DeadlineQueue(100, lambda event: deadlines[event.slot.idx])
+    for number in range(2):
+        for slot in (0, 1, 2):
+            assert queue.put(item(slot, number), 0.0)
+    assert drain(queue) == [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1)]
+    assert queue.qsize() == 0 and queue.get(0.0) is None
+
+
+def test_equal_deadlines_go_by_arrival() -> None:
+    queue = DeadlineQueue(100, lambda event: 0.0)
+    for slot in (2, 0, 1):
+        queue.put(item(slot, 0), 0.0)
+    assert [slot for slot, _ in drain(queue)] == [2, 0, 1]
+
+
+def test_a_slots_deadline_is_asked_once_its_last_event_is_done() -> None:
+    """What was encoded meanwhile has moved it."""
+    played_s = {0: 0.0, 1: 1.5}
+    queue = DeadlineQueue(100, lambda event: played_s[event.slot.idx])
+    for number in range(3):
+        queue.put(item(0, number), 0.0)
+    queue.put(item(1, 0), 0.0)
+    order = []
+    while (event := queue.get(0.0)) is not None:
+        order.append(event.slot.idx)
+        played_s[event.slot.idx] += 1.0
+        if len(order) == 1:
+            queue.put(item(0, 3), 0.0)  # while the reader is at this slot
+    assert order == [0, 0, 1, 0, 0]
+
+
+def test_a_full_queue_makes_the_writer_wait() -> None:
+    queue = DeadlineQueue(2, lambda event: 0.0)
+    assert queue.put(item(0, 0), 0.0) and queue.put(item(1, 0), 0.0)
+    assert not queue.put(item(2, 0), 0.01)
+    writer = threading.Thread(target=queue.put, args=(item(2, 0), 10.0))
+    writer.start()
+    time.sleep(0.05)
+    assert writer.is_alive() and queue.qsize() == 2
+    queue.get(0.0)
+    writer.join(10.0)
+    assert not writer.is_alive() and queue.qsize() == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_writers_lose_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    queue = DeadlineQueue(16, lambda event: rng.random())
+    num_slots, num_items = 7, 200
+
+    def write(slot: int) -> None:
+        for number in range(num_items):
+            assert queue.put(item(slot, number), 30.0)
+
+    writers = [threading.Thread(target=write, args=(slot,)) for slot in range(num_slots)]
+    for writer in writers:
+        writer.start()
+    got: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
+    for _ in range(num_slots * num_items):
+        event = queue.get(30.0)
+        assert event is not None
+        got[event.slot.idx].append(event.segment)
+    assert all(numbers == list(range(num_items)) for numbers in got.values())
