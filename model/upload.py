@@ -96,7 +96,7 @@ def _upload_cuda(
             try:
                 buffer.stream.synchronize()
                 _read(source, piece, buffer.data)
-                with torch.cuda.stream(buffer.stream):
+                with torch.inference_mode(), torch.cuda.stream(buffer.stream):
                     _copy(buffer.data[: piece.num_bytes].view(piece.dtype), piece.target)
             finally:
                 free.put(buffer)

@@ -60,6 +60,17 @@ def test_a_turn_of_every_kind_of_model(
         engine.stop()
 
 
+def test_what_loading_took_is_said_of_large_models(
+    models: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_engine(config(models["files"], max_context=512)).stop()
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("realtime.cli.serve._WORTH_A_LINE_BYTES", 0)
+    load_engine(config(models["files"], max_context=512)).stop()
+    line = capsys.readouterr().out
+    assert line.startswith("Loaded files on cpu: 0.00 GB in ") and line.endswith(" GB/s)\n")
+
+
 @pytest.mark.parametrize(
     ("name", "format", "message"),
     [
