@@ -5,7 +5,8 @@
 A call continues `batch` streams by `frames` frames each, as the engine's vocode thread does; on
 CUDA it is one captured graph. `us` is the median of calls whose weights are not in the L2, which
 another kernel has filled in between, as decode does in life; `us_hot` is that of calls one after
-another. `realtime_streams` is how many streams play at once if the device did nothing else.
+another. `host_us` is the host's time to give the device a call, with the frames before it, as the
+vocode thread does. `realtime_streams` is how many streams play at once if the device did nothing else.
 `snr_db` compares the samples of a stream with those of the plain decoder in fp32.
 """
 
@@ -27,6 +28,7 @@ from model.codec import Codec, load_codec
 from model.codec.dac import DacCodec
 from model.embedded import embedded_path
 from model.random_model import RandomModel, is_random
+from realtime.pingpong.codec_calls import CodecRunner
 
 NUM_CALLS = 30
 _SNR_FRAMES = 48
@@ -42,6 +44,7 @@ class CallTime:
     frames: int
     us: float
     us_hot: float
+    host_us: float
     frames_per_s: float  # of all streams, from `us`
     realtime_streams: int
 
@@ -86,9 +89,9 @@ def table(record: dict[str, object]) -> list[str]:
     calls = record["calls"]
     assert isinstance(calls, list), calls
     lines = [f"{record['model']} on {record['device']}: SNR against fp32 {record['snr_db']} dB"]
-    lines.append("batch frames       us   us hot  frames/s  real-time streams")
+    lines.append("batch frames       us   us hot  host us  frames/s  real-time streams")
     lines += [
-        f"{c['batch']:5d} {c['frames']:6d} {c['us']:8.0f} {c['us_hot']:8.0f} "
+        f"{c['batch']:5d} {c['frames']:6d} {c['us']:8.0f} {c['us_hot']:8.0f} {c['host_us']:8.0f} "
         f"{c['frames_per_s']:9.0f}  {c['realtime_streams']:d}"
         for c in calls
     ]
@@ -136,9 +139,32 @@ def time_call(codec: Codec, device: str, batch: int, frames: int) -> CallTime:
         return codec.decode_stream(codes, state, rows)
 
     us, us_hot = _time_cuda(call) if device.startswith("cuda") else _time_cpu(call)
+    host_us = _host_us(codec, torch.device(device), batch, frames)
     frames_per_s = batch * frames / us * 1e6
     frame_rate = codec.sample_rate / codec.frame_samples
-    return CallTime(batch, frames, us, us_hot, frames_per_s, int(frames_per_s / frame_rate))
+    return CallTime(
+        batch, frames, us, us_hot, host_us, frames_per_s, int(frames_per_s / frame_rate)
+    )
+
+
+def _host_us(codec: Codec, device: torch.device, batch: int, frames: int) -> float:
+    """Median over calls, without the waiting; on the CPU it is the whole call."""
+    runner = CodecRunner(codec, device, batch, frames=(frames,))
+    runner.capture(iter)
+    slots = list(range(min(batch, runner.max_streams(frames))))
+    times = []
+    for step in range(NUM_CALLS):
+        first = step * frames
+        codes = [random_codes(codec, len(slots), 1, str(device))[..., 0]] * frames
+        start = time.perf_counter()
+        for frame, rows in enumerate(codes, first):
+            runner.put(rows, [runner.place(slot, frame) for slot in slots])
+        places = [runner.place(slot, first + i) for slot in slots for i in range(frames)]
+        call = runner.call(slots, places, frames)
+        times.append(1e6 * (time.perf_counter() - start))
+        call.wait()
+        runner.done(call)
+    return statistics.median(times)
 
 
 def _time_cuda(call: Callable[[], object]) -> tuple[float, float]:

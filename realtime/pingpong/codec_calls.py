@@ -51,10 +51,18 @@ class Call:
 class CodecRunner:
     """One thread, the one that vocodes."""
 
-    def __init__(self, codec: Codec, device: torch.device, num_slots: int) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        device: torch.device,
+        num_slots: int,
+        frames: tuple[int, ...] | None = None,
+    ) -> None:
+        """`frames`: sizes of chunks, if not those that the codec allows. The same seed must give
+        the same samples, so frames are put together only if that changes no bit."""
         self.dummy_slot = num_slots  # of the padding
-        # The same seed must give the same samples: frames are put together only if nobody can tell.
-        self.max_chunk = CHUNKS[-1] if codec.has_exact_chunks else 1
+        chunks = frames or (CHUNKS if codec.has_exact_chunks else CHUNKS[:1])
+        self.max_chunk = max(chunks)
         self._codec = codec
         self._state = codec.init_state(num_slots + 1)
         self._codes = torch.zeros(
@@ -67,11 +75,7 @@ class CodecRunner:
         self._upload_places = Upload(8 * num_slots, device)
         self._upload_fresh = Upload(8 * num_slots, device)
         self._calls = [Call(max_frames, codec, device) for _ in range(MAX_CALLS)]
-        self._batches = {
-            chunk: bucket_sizes(self.max_streams(chunk))
-            for chunk in CHUNKS
-            if chunk <= self.max_chunk
-        }
+        self._batches = {chunk: bucket_sizes(self.max_streams(chunk)) for chunk in chunks}
         sizes = [batch * _KEY + chunk for chunk, sizes in self._batches.items() for batch in sizes]
         self._graphs = GraphSet(device, self._run, sizes)
 
