@@ -4,20 +4,21 @@
 
 Every figure is the median of replays of one CUDA graph that runs the op many times over rotating
 copies of its weights, together at least twice the L2: weights are cold, as they are in a model;
-activations are warm. GB/s counts the weights and their scales, once. Comparators run in the same
+activations are warm. GB/s counts the weights and their scales, once; of a layer, with 512 positions
+per row, also the keys and values. Comparators run in the same
 process on the same weights: torch's bf16, its block-scaled `scaled_mm`, and `torch.compile`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
-import statistics
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench_ttfa.gpu_timing import Call, Timing, copy_bandwidth, graph_us, num_copies, rotated
 from ops import reference
 from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
 from ops.quantize import Kind, quantize_rows, quantize_weight
@@ -37,83 +39,6 @@ LINEARS = {
 }
 MLP = "mlp block"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
-_MIN_CALLS = 24  # per graph: its start is then little of the time
-_REPLAYS = 30
-
-Call = Callable[[], object]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One op at one number of rows.
-
-    Attributes:
-        us: per call.
-        gb_per_s: of weight bytes.
-    """
-
-    op: str
-    variant: str
-    rows: int
-    us: float
-    gb_per_s: float
-
-
-def graph_us(calls: Sequence[Call], replays: int = _REPLAYS) -> float:
-    """Microseconds per call: the median of replays of a graph that makes all the calls in turn."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = _event(), _event()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times) / len(calls)
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def num_copies(num_bytes: int) -> int:
-    """How many copies of the weights exceed the L2 twice."""
-    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
-    return min(256, -(-2 * l2_bytes // num_bytes) + 1)
-
-
-def rotated(make: Callable[[int], Call], copies: int) -> list[Call]:
-    """Calls that use copy 0, 1, ... in turn, at least once each."""
-    made = [make(i) for i in range(copies)]
-    count = -(-_MIN_CALLS // copies) * copies
-    return [made[i % copies] for i in range(count)]
-
-
-def copy_bandwidth() -> float:
-    """GB/s of large copies on the device, counting bytes read and written."""
-    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    times: list[float] = []
-    for _ in range(5):
-        start, end = _event(), _event()
-        start.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return 2 * source.numel() / statistics.median(times) / 1e6
 
 
 def random_matrix(num_rows: int, num_columns: int) -> Tensor:
@@ -270,7 +195,7 @@ def table(timings: Sequence[Timing], bandwidth: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench_ttfa.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
-    parser.add_argument("--ops", default=",".join((*LINEARS, MLP)), help="which ops")
+    parser.add_argument("--ops", default=",".join((*LINEARS, MLP, "layer")), help="which ops")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args(arguments)
@@ -282,11 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bandwidth = copy_bandwidth()
     name = torch.cuda.get_device_name()
     print(f"{name}: a copy moves {bandwidth:.0f} GB/s; torch {torch.__version__}")
-    timings = [
-        timing
-        for op in options.ops.split(",")
-        for timing in measure(op, rows, has_compile=not options.no_compile)
-    ]
+    timings = []
+    for op in options.ops.split(","):
+        if op == "layer":
+            layers = importlib.import_module(
+                "bench_ttfa.kernels_layer"
+            )  # which imports this module
+            timings += layers.measure_layers(rows)
+        else:
+            timings += measure(op, rows, has_compile=not options.no_compile)
     print(table(timings, bandwidth))
     if options.json:
         record = {"device": name, "torch": torch.__version__, "copy_gb_per_s": bandwidth}

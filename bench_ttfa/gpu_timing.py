@@ -1,0 +1,88 @@
+"""Timing of device work: medians of replays of one CUDA graph, with cold weights."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MIN_CALLS = 24  # per graph: its start is then little of the time
+_REPLAYS = 30
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One op at one number of rows.
+
+    Attributes:
+        us: per call.
+        gb_per_s: of weight bytes.
+    """
+
+    op: str
+    variant: str
+    rows: int
+    us: float
+    gb_per_s: float
+
+
+def graph_us(calls: Sequence[Call], replays: int = _REPLAYS) -> float:
+    """Microseconds per call: the median of replays of a graph that makes all the calls in turn."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = _event(), _event()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times) / len(calls)
+
+
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def num_copies(num_bytes: int) -> int:
+    """How many copies of the weights exceed the L2 twice."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    return min(256, -(-2 * l2_bytes // num_bytes) + 1)
+
+
+def rotated(make: Callable[[int], Call], copies: int) -> list[Call]:
+    """Calls that use copy 0, 1, ... in turn, at least once each."""
+    made = [make(i) for i in range(copies)]
+    count = -(-_MIN_CALLS // copies) * copies
+    return [made[i % copies] for i in range(count)]
+
+
+def copy_bandwidth() -> float:
+    """GB/s of large copies on the device, counting bytes read and written."""
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times: list[float] = []
+    for _ in range(5):
+        start, end = _event(), _event()
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * source.numel() / statistics.median(times) / 1e6

@@ -1,0 +1,80 @@
+"""Time of one whole S2 Pro layer: norms, linears, rope, append, attention, in dependent launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies
+from bench_ttfa.kernels import LINEARS, pack, random_matrix, weight_bytes
+from bench_ttfa.kernels_attention import EPS, Layers
+from ops.attention import decode_attention
+from ops.linear import PackedWeight, gate_up_swiglu, linear
+from ops.quantize import Kind, norm_for_linear
+
+OP = "layer"
+_CONTEXT = 512
+_LAYERS_PER_GRAPH = 24
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Of one layer."""
+
+    wqkv: PackedWeight
+    wo: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+
+    @classmethod
+    def random(cls, kind: Kind) -> Weights:
+        packed = {
+            name: pack(random_matrix(n, k), kind, is_gate_up=name == "gate_up")
+            for name, (n, k) in LINEARS.items()
+        }
+        return cls(**packed)
+
+
+def layer_calls(
+    weights: Sequence[Weights], caches: Layers, num_rows: int, kind: Kind
+) -> list[Call]:
+    """A stack of layers over rotating weights and pages, each a call on the rows of the last."""
+    dim = LINEARS["wqkv"][1]
+    start = torch.randn(num_rows, dim, device="cuda").bfloat16()
+    norm = torch.ones(dim, device="cuda", dtype=torch.bfloat16)
+    rows: list[Tensor] = [start]
+
+    def make(index: int) -> Call:
+        weight, where = weights[index % len(weights)], caches.where(index % len(caches.pages))
+
+        def call() -> None:
+            x = start if index == 0 else rows[0]
+            qkv = linear(norm_for_linear(x, norm, EPS, kind), weight.wqkv)
+            heads = qkv.view(caches.qkv.shape)
+            attended = decode_attention(
+                heads, caches.qk_norm, EPS, caches.rope, *where, kind, is_chained=True
+            )
+            x = linear(attended, weight.wo, residual=x)
+            hidden = gate_up_swiglu(norm_for_linear(x, norm, EPS, kind), weight.gate_up)
+            rows[0] = linear(hidden, weight.down, residual=x)
+
+        return call
+
+    return [make(i) for i in range(_LAYERS_PER_GRAPH)]
+
+
+def measure_layers(rows: Sequence[int], kinds: Sequence[Kind] = ("bsfp8", "bf16")) -> list[Timing]:
+    """One layer at a context of 512 positions per row."""
+    timings = []
+    for kind in kinds:
+        num_bytes = weight_bytes(list(LINEARS.values()), kind)
+        weights = [Weights.random(kind) for _ in range(num_copies(num_bytes))]
+        for num_rows in rows:
+            caches = Layers([_CONTEXT] * num_rows)
+            us = graph_us(layer_calls(weights, caches, num_rows, kind))
+            moved = num_bytes + caches.read_bytes
+            timings.append(Timing(OP, kind, num_rows, us, moved / us / 1000))
+    return timings
