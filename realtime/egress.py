@@ -14,7 +14,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from realtime.audio_encoder import AudioEncoder
 from realtime.deadline_queue import DeadlineQueue
@@ -160,17 +162,17 @@ class Egress:
     def _run(self, inbox: DeadlineQueue) -> None:
         name_thread("plosive-egress")
         while not self._is_stopping:
-            event = inbox.get(_POLL_S)
-            if event is not None:
-                self._post(self._burst(event, inbox))
+            events = inbox.get(_POLL_S)
+            if events:
+                self._post(self._burst(events, inbox))
 
-    def _burst(self, event: Event | None, inbox: DeadlineQueue) -> list[LoopEvent]:
+    def _burst(self, events: list[Event], inbox: DeadlineQueue) -> list[LoopEvent]:
         """Process what is queued, for `_MAX_BURST_S` at most."""
         burst: list[LoopEvent] = []
         end_s = time.perf_counter() + _MAX_BURST_S
-        while event is not None:
-            burst += self._process(event)
-            event = inbox.get(0.0) if time.perf_counter() < end_s else None
+        while events:
+            burst += self._process(_joined(events))
+            events = inbox.get(0.0) if time.perf_counter() < end_s else []
         return burst
 
     def _post(self, burst: list[LoopEvent]) -> None:
@@ -259,3 +261,13 @@ class Egress:
         self._metrics.encode.observe(time.perf_counter() - started_s)
         self._metrics.packets.inc(len(packets))
         self._metrics.audio_bytes.inc(sum(len(packet.payload) for packet in packets))
+
+
+def _joined(run: list[Event]) -> Event:
+    """One event of one slot, or its consecutive frames as one."""
+    first = run[0]
+    if len(run) == 1 or not isinstance(first, FramePcm):
+        return first
+    frames = [event for event in run if isinstance(event, FramePcm)]
+    pcm = np.concatenate([frame.pcm for frame in frames])
+    return replace(first, num_frames=sum(frame.num_frames for frame in frames), pcm=pcm)

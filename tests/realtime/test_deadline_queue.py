@@ -4,10 +4,11 @@ import random
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from realtime.deadline_queue import DeadlineQueue
-from realtime.pingpong.messages import SegmentEnd, SlotRef
+from realtime.pingpong.messages import FramePcm, SegmentEnd, SlotRef
 
 
 def item(slot: int, number: int) -> SegmentEnd:
@@ -16,8 +17,8 @@ def item(slot: int, number: int) -> SegmentEnd:
 
 def drain(queue: DeadlineQueue) -> list[tuple[int, int]]:
     got = []
-    while (event := queue.get(0.0)) is not None:
-        got.append((event.slot.idx, event.segment))
+    while events := queue.get(0.0):
+        got += [(event.slot.idx, event.segment) for event in events]
     return got
 
 
@@ -28,7 +29,7 @@ def test_the_most_urgent_slot_goes_first_and_keeps_its_order() -> None:
         for slot in (0, 1, 2):
             assert queue.put(item(slot, number), 0.0)
     assert drain(queue) == [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1)]
-    assert queue.qsize() == 0 and queue.get(0.0) is None
+    assert queue.qsize() == 0 and queue.get(0.0) == []
 
 
 def test_equal_deadlines_go_by_arrival() -> None:
@@ -46,7 +47,8 @@ def test_a_slots_deadline_is_asked_once_its_last_event_is_done() -> None:
         queue.put(item(0, number), 0.0)
     queue.put(item(1, 0), 0.0)
     order = []
-    while (event := queue.get(0.0)) is not None:
+    while events := queue.get(0.0):
+        (event,) = events
         order.append(event.slot.idx)
         played_s[event.slot.idx] += 1.0
         if len(order) == 1:
@@ -82,7 +84,23 @@ def test_many_writers_lose_nothing(seed: int) -> None:
         writer.start()
     got: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
     for _ in range(num_slots * num_items):
-        event = queue.get(30.0)
-        assert event is not None
+        (event,) = queue.get(30.0)
         got[event.slot.idx].append(event.segment)
     assert all(numbers == list(range(num_items)) for numbers in got.values())
+
+
+def test_frames_that_wait_come_together_but_for_the_first() -> None:
+    def frame(number: int, turn_id: int = 1, segment: int = 0, num_frames: int = 1) -> FramePcm:
+        pcm = np.zeros(1, np.float32)
+        return FramePcm(SlotRef(0, 1), turn_id, segment, number, num_frames, pcm)
+
+    queue = DeadlineQueue(100, lambda event: 0.0)
+    frames = [frame(number) for number in range(12)]
+    late = [item(0, 0), frame(12, segment=1), frame(13, segment=1), frame(14, num_frames=7)]
+    for event in (*frames, *late, frame(0, turn_id=2), frame(1, turn_id=2)):
+        queue.put(event, 0.0)
+    runs = []
+    while events := queue.get(0.0):
+        runs.append([getattr(event, "first_frame", None) for event in events])
+    assert runs == [[0], [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [None], [12, 13], [14], [0], [1]]
+    assert queue.qsize() == 0
