@@ -215,12 +215,7 @@ def launch(
         )
     if isinstance(x, PendingNorm) and plan.norm == 0:
         x = x.run()
-    if isinstance(x, PendingNorm):
-        norm = _Norm(x.x.data_ptr(), x.weight.data_ptr(), x.eps, num_rows, num_columns)
-        tensor_map, scale = _NO_TENSOR_MAP, None
-    else:
-        norm = _NO_NORM
-        tensor_map, scale = _activation(x, plan.cols // plan.share)
+    tensor_map, rows, scale = _rows(x, plan)
     num_blocks = weight.data.shape[1]
     cluster = plan.cluster(is_gate_up, is_fp8)
     num_ctas = weight.data.shape[0] // plan.warpgroups * plan.split
@@ -233,7 +228,7 @@ def launch(
         (128 * plan.warpgroups + 32,),
         [
             tensor_map,
-            norm,
+            rows,
             weight.data,
             weight.tile_scale,
             scale,
@@ -246,8 +241,8 @@ def launch(
     )
 
 
-class _Norm(ctypes.Structure):
-    """`NormInput` of linear_norm.cuh."""
+class _Rows(ctypes.Structure):
+    """`Rows` of linear_rows.cuh."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -272,7 +267,7 @@ class _Output(ctypes.Structure):
     )
 
 
-_NO_NORM = _Norm()
+_NO_ROWS = _Rows()
 _NO_TENSOR_MAP = (ctypes.c_uint64 * 16)()
 
 
@@ -283,11 +278,18 @@ def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _O
     return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
 
 
-def _activation(
-    x: Activation, box_rows: int
-) -> tuple[ctypes.Array[ctypes.c_uint64], Tensor | None]:
+def _rows(x: Input, plan: Plan) -> tuple[ctypes.Array[ctypes.c_uint64], _Rows, Tensor | None]:
+    """x as the kernel takes it: by the copy engine, or by address; and its scales."""
+    if isinstance(x, PendingNorm):
+        rows = _Rows(x.x.data_ptr(), x.weight.data_ptr(), x.eps, *x.shape)
+        return _NO_TENSOR_MAP, rows, None
     values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
-    return _tensor_map(values.data_ptr(), *values.shape, values.element_size(), box_rows), scale
+    if plan.is_direct:
+        assert len(values) <= plan.cols, (values.shape, plan)
+        return _NO_TENSOR_MAP, _Rows(values.data_ptr(), None, 0.0, *values.shape), scale
+    box_rows = plan.cols // plan.share
+    tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), box_rows)
+    return tensor_map, _NO_ROWS, scale
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,6 +24,7 @@ class Plan:
         split: CTAs that share a tile's K.
         prefetch: K tiles a CTA asks into the L2 beyond its ring before it waits.
         blocks_per_sm: CTAs an SM must have registers for.
+        is_direct: the CTA's part of x is loaded at once, without the copy engine.
         share: CTAs of neighbouring tiles that share what they fetch of x.
         norm: rows that every CTA normalises itself; 0 if x comes normalised.
     """
@@ -35,6 +36,7 @@ class Plan:
     prefetch: int = 0
     blocks_per_sm: int = 1
     share: int = 1
+    is_direct: bool = False
     norm: int = 0
 
     def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
@@ -48,6 +50,7 @@ class Plan:
             "SPLIT": self.split,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "SHARE": self.share,
+            "DIRECT": int(self.is_direct and not self.norm),
             "NORM": self.norm,
             "ITEMS": ceil_div(ceil_div(in_features, 128) * 128, values_per_pass)
             if self.norm
@@ -69,7 +72,7 @@ class Plan:
             exchange = 4 * ROWS_PER_TILE * self.warpgroups * self.cols
         return (
             self.stages * (self.warpgroups * _TILE_BYTES + 16)
-            + (most_blocks if self.norm else self.stages) * self.cols * row_bytes
+            + (most_blocks if self.norm or self.is_direct else self.stages) * self.cols * row_bytes
             + (exchange if exchange <= _MAX_OWN_EXCHANGE else 0)
             + is_fp8 * most_blocks * self.warpgroups * 8
             + self.norm * self.warpgroups * 16

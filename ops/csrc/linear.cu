@@ -12,12 +12,13 @@
 // Defines: IS_FP8 (e4m3 with a scale per 1x128 of x and 128x128 of the weight, else bf16), COLS,
 // WARPGROUPS, STAGES, SPLIT, GATE_UP (rows are 8 of gate, 8 of up, ...; SwiGLU; fp8 is quantised
 // again, for which the CTAs of 128 features form a cluster), NORM (not 0: x is bf16 and each CTA
-// normalises these many rows itself, 8 values x ITEMS per thread), SHARE (CTAs of neighbouring tiles
+// normalises these many rows itself, 8 values x ITEMS per thread), DIRECT (the CTA's part of x is loaded
+// at once, without the copy engine; one CTA has all rows), SHARE (CTAs of neighbouring tiles
 // and the same K that share what they fetch of x; a cluster is SHARE * SPLIT), BLOCKS_PER_SM (CTAs an SM must have registers
 // for).
 
 #include "linear_epilogue.cuh"
-#include "linear_norm.cuh"
+#include "linear_rows.cuh"
 
 namespace {
 
@@ -33,7 +34,7 @@ constexpr u32 sharers() {
 constexpr u32 kSharers = sharers();  // ranks in the cluster that share with rank 0
 
 struct Shared {
-  u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole with NORM
+  u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole if resident
 };
 
 struct Problem {
@@ -64,7 +65,7 @@ DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int 
 // Of SHARE CTAs with the same K each fetches its share of the rows, for all of them.
 DEVICE void load_activations(const Shared& shared, const Problem& p, const TensorMap& map, int block,
                              int stage) {
-  if (NORM) return;
+  if (kIsResident) return;
   const u32 barrier = shared.full + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, COLS) * 4 : 0;
   barrier_expect(barrier, kActBytes + scale_bytes);
@@ -107,7 +108,7 @@ DEVICE void produce(const Shared& shared, const Problem& p, const TensorMap& map
   const int filled = min(p.begin + STAGES, p.end);
   for (int block = p.begin; block < filled; ++block) load_weights(shared, p, block, block - p.begin);
   prefetch_weights(p, filled);
-  if (!NORM) {
+  if (!kIsResident) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
     wait_for_previous_kernels();
   }
@@ -178,7 +179,7 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       barrier_wait(shared.full + stage.index * 8, stage.parity);
       const u32 weights = shared.ring + stage.index * kStageBytes + group * kTileBytes;
       const u32 activations =
-          shared.operand + (NORM ? (first + i) * kActBytes : stage.index * kStageBytes);
+          shared.operand + (kIsResident ? (first + i) * kActBytes : stage.index * kStageBytes);
       if constexpr (!IS_FP8) {
         multiply<COLS>(acc, weights, activations, first + i > 0);
       } else {
@@ -200,7 +201,7 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       if (first + i >= num_blocks) break;
       if constexpr (IS_FP8)
         add_scaled(acc, parts[i], kUnits - kPart / 8, tile_scales[(first + i) * WARPGROUPS + group],
-                   act_scales + (NORM ? first + i : done.index) * (COLS / 2), lane);
+                   act_scales + (kIsResident ? first + i : done.index) * (COLS / 2), lane);
       __syncwarp();
       release(shared.empty + done.index * 8, rank, lane);
       done.advance();
@@ -248,15 +249,15 @@ DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, cons
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
-    linear(const __grid_constant__ TensorMap map, NormInput norm, const u8* tiles,
+    linear(const __grid_constant__ TensorMap map, Rows rows, const u8* tiles,
            const float2* tile_scales, const float* act_scales, Output output, int num_blocks,
            int prefetch) {
   extern __shared__ __align__(1024) u8 ring[];
   const int most_blocks = (num_blocks + SPLIT - 1) / SPLIT;
-  u8* operand = NORM ? ring + STAGES * kStageBytes : ring + kWeightBytes;
+  u8* operand = kIsResident ? ring + STAGES * kStageBytes : ring + kWeightBytes;
   float* scales =
-      reinterpret_cast<float*>(ring + STAGES * kStageBytes + (NORM ? most_blocks * kActBytes : 0));
-  float* own_exchange = scales + (IS_FP8 ? (NORM ? most_blocks : STAGES) * COLS : 0);
+      reinterpret_cast<float*>(ring + STAGES * kStageBytes + (kIsResident ? most_blocks * kActBytes : 0));
+  float* own_exchange = scales + (IS_FP8 ? (kIsResident ? most_blocks : STAGES) * COLS : 0);
   float* exchange = kExchangesInRing ? reinterpret_cast<float*>(ring) : own_exchange;
   u64* barriers = reinterpret_cast<u64*>(own_exchange + (kExchangesInRing ? 0 : kExchangeBytes / 4));
   float2* block_scales = reinterpret_cast<float2*>(barriers + 2 * STAGES);  // [blocks][WARPGROUPS]
@@ -275,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
 
   if (thread == kConsumers) {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared.full + stage * 8, NORM ? 1 : 2);  // weights, activations
+      barrier_init(shared.full + stage * 8, kIsResident ? 1 : 2);  // weights, activations
       barrier_init(shared.empty + stage * 8, kConsumers / 32 * SHARE);
     }
     barrier_init_fence();
@@ -298,7 +299,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
 
 #if NORM
   float* sums = reinterpret_cast<float*>(block_scales + (IS_FP8 ? most_blocks * WARPGROUPS : 0));
-  normalize_rows(operand, scales, sums, norm, begin, end, thread);
+  normalize_rows(operand, scales, sums, rows, begin, end, thread);
+#elif DIRECT
+  load_rows(operand, scales, act_scales, output.scale_stride, rows, begin, end, thread);
 #endif
   float acc[COLS / 2] = {};
   consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), end - begin, warp / 4,

@@ -11,7 +11,8 @@ constexpr int kConsumers = 128 * WARPGROUPS;
 constexpr int kThreads = kConsumers + 32;
 constexpr int kWeightBytes = kTileBytes * WARPGROUPS;
 constexpr int kActBytes = COLS * 128;
-constexpr int kStageBytes = kWeightBytes + (NORM ? 0 : kActBytes);
+constexpr bool kIsResident = NORM || DIRECT;  // all of the CTA's part of x at once
+constexpr int kStageBytes = kWeightBytes + (kIsResident ? 0 : kActBytes);
 constexpr int kFeatures = 32 * WARPGROUPS;  // of SwiGLU, per CTA
 constexpr bool kQuantises = GATE_UP && IS_FP8;
 constexpr int kCluster = (kQuantises ? 128 / kFeatures : SHARE) * SPLIT;
@@ -27,7 +28,7 @@ constexpr int kPart = COLS > 64 && IS_FP8 ? 64 : COLS;  // columns summed apart,
 // Blocks of K multiplied before their sums are taken: hides the latency where a block is little work.
 constexpr int kBatch = STAGES < 4 ? 1 : COLS <= 8 ? 4 : COLS <= 32 ? 2 : 1;
 
-static_assert(SHARE == 1 || (!NORM && COLS / SHARE % 8 == 0), "whole 8-row groups are fetched");
+static_assert(SHARE == 1 || (!kIsResident && COLS / SHARE % 8 == 0), "whole 8-row groups are fetched");
 static_assert(SHARE == 1 || !kQuantises || SHARE == kCluster, "who quantises together, shares");
 static_assert(SHARE == 1 || !GATE_UP || kQuantises, "bf16 gate and up have no cluster");
 static_assert(kBatch <= STAGES, "a batch waits for all its stages");

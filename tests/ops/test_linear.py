@@ -393,3 +393,17 @@ def test_sharing_among_parts_of_k(cols, share, split, kind):
     alone = poisoned_launch(x, weight, 512, plan=plan, residual=residual)
     shared = poisoned_launch(x, weight, 512, plan=replace(plan, share=share), residual=residual)
     assert torch.equal(shared, alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize(("k", "split"), [(320, 1), (2560, 4), (1664, 8)])
+def test_rows_loaded_at_once_are_the_same_rows(k, split, kind):
+    weight = packed(random_weight(256, k, "cuda"), kind)
+    for cols in (8, 16, 32):
+        for num_rows in (1, 2, 5, cols):
+            x = activation(random_rows(num_rows, k, "cuda"), kind)
+            plan = Plan(cols, 1, 4, split)
+            expected = poisoned_launch(x, weight, 256, plan=plan)
+            direct = poisoned_launch(x, weight, 256, plan=replace(plan, is_direct=True))
+            assert torch.equal(direct, expected), (cols, num_rows)

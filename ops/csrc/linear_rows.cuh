@@ -1,5 +1,7 @@
-// The right operand of linear.cu from rows that are not normalised yet: every CTA does RMSNorm (and
-// the quantising) of up to NORM rows itself, which saves a launch when rows are few.
+// The right operand of linear.cu when rows are few: all blocks of K at once, written by the consumers
+// themselves. Either the rows as they are (DIRECT), which takes less time than the copy engine, or, with
+// NORM, from rows that are not normalised yet: every CTA does RMSNorm (and the quantising) of up to
+// NORM rows, which saves a launch.
 #pragma once
 
 #include "linear_shape.cuh"
@@ -7,23 +9,24 @@
 
 namespace {
 
-struct NormInput {
-  const bf16* x;       // [num_rows, num_columns]
-  const bf16* weight;  // [num_columns]
+struct Rows {
+  const void* x;       // [num_rows, num_columns]: bf16 with NORM, else as the weights
+  const bf16* weight;  // [num_columns] of the norm
   float eps;
   int num_rows, num_columns;
 };
 
 #if NORM
 
-DEVICE Bf16x8 load_values(const NormInput& in, int row, int column) {
+DEVICE Bf16x8 load_values(const Rows& in, int row, int column) {
   if (column >= in.num_columns || row >= in.num_rows) return {};
-  return *reinterpret_cast<const Bf16x8*>(in.x + row * in.num_columns + column);
+  return *reinterpret_cast<const Bf16x8*>(
+      static_cast<const bf16*>(in.x) + row * in.num_columns + column);
 }
 
 // Writes blocks [begin, end) of 128 bytes of K into `operand`, 8 rows x 128 bytes each and swizzled,
 // and their scales [block][COLS]. All consumers call this; what it wrote is theirs to multiply after.
-DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const NormInput& in, int begin,
+DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const Rows& in, int begin,
                            int end, int thread) {
   constexpr int kWarps = kConsumers / 32, kPerBlock = IS_FP8 ? 128 : 64;
   Bf16x8 weights[ITEMS] = {}, inputs[NORM][ITEMS];
@@ -79,6 +82,43 @@ DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const NormIn
       }
     }
   }
+  fence_async_proxy();
+  consumers_sync();
+}
+
+#elif DIRECT
+
+// Writes blocks [begin, end) of 128 bytes of K into `operand`, COLS rows x 128 bytes each and swizzled,
+// and their scales [block][COLS]; zeros behind K. All consumers call this.
+DEVICE void load_rows(u8* operand, float* scales, const float* act_scales, int scale_stride,
+                      const Rows& in, int begin, int end, int thread) {
+  constexpr int kInFlight = 4;
+  const int shift = 32 - __clz(in.num_rows - 1), padded_rows = 1 << shift;  // to a power of two
+  const int row_bytes = in.num_columns * (IS_FP8 ? 1 : 2);
+  const int num_chunks = (end - begin) * padded_rows * 8;
+  wait_for_previous_kernels();
+  for (int first = thread; first < num_chunks; first += kInFlight * kConsumers) {
+    uint4 chunks[kInFlight] = {};
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int index = first + i * kConsumers, row = index / 8 & padded_rows - 1;
+      const int byte = (begin + (index / 8 >> shift)) * 128 + index % 8 * 16;
+      if (index < num_chunks && row < in.num_rows && byte < row_bytes)
+        chunks[i] = *reinterpret_cast<const uint4*>(static_cast<const u8*>(in.x) + row * row_bytes + byte);
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int index = first + i * kConsumers, row = index / 8 & padded_rows - 1;
+      const int offset = (index / 8 >> shift) * kActBytes + row * 128 + (index % 8 ^ row % 8) * 16;
+      if (index < num_chunks) *reinterpret_cast<uint4*>(operand + offset) = chunks[i];
+    }
+  }
+  if (IS_FP8)
+    for (int i = thread; i < (end - begin) << shift; i += kConsumers) {
+      const int row = i & padded_rows - 1, block = i >> shift;
+      if (row < in.num_rows)
+        scales[block * COLS + row] = act_scales[static_cast<i64>(begin + block) * scale_stride + row];
+    }
   fence_async_proxy();
   consumers_sync();
 }
