@@ -1,0 +1,125 @@
+"""Which engine runs where, and `plosive serve` over several of them."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from clients import PlosiveError, Sampling, Session, connect
+from clients.local_server import LocalServer
+from realtime.cli.placement import has_own_process, place
+from realtime.cli.serve import load_on_device
+from realtime.config import ConfigError, ServerConfig
+from realtime.pingpong.fleet import Fleet
+from realtime.pingpong.tone import ToneEngine
+from realtime.remote.engine import RemoteEngine
+
+
+def config(**options: object) -> ServerConfig:
+    return ServerConfig(model="tone:1,0", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "engine_process", "expected"),
+    [
+        ("cpu", "auto", False),
+        ("cpu", "yes", True),
+        ("cpu", "no", False),
+        ("cuda", "auto", True),
+        ("cuda:1", "no", False),
+        ("cpu,cpu", "auto", True),
+        ("cuda:0,cuda:1", "no", True),  # several engines always
+    ],
+)
+def test_who_gets_a_process(device: str, engine_process: str, expected: bool) -> None:
+    assert has_own_process(config(device=device, engine_process=engine_process)) is expected
+
+
+def test_one_engine_here() -> None:
+    engine = place(config(device="cpu", max_slots=3), load_on_device)
+    assert isinstance(engine, ToneEngine) and engine.info.num_slots == 3
+
+
+def test_one_engine_in_its_own_process() -> None:
+    engine = place(config(device="cpu", engine_process="yes", max_slots=3), load_on_device)
+    assert isinstance(engine, RemoteEngine) and engine.info.num_slots == 3
+    engine.stop()
+
+
+def test_slots_are_shared_out_over_the_devices() -> None:
+    engine = place(config(device="cpu,cpu,cpu", max_slots=8), load_on_device)
+    assert isinstance(engine, Fleet)
+    shares = [each.info.num_slots for each in engine._engines]
+    assert shares == [3, 3, 2] and engine.info.num_slots == 8
+    engine.stop()
+
+
+def test_what_cannot_be_placed_is_said(tmp_path: Path) -> None:
+    with pytest.raises(PlosiveError, match="one for each of 3 devices"):
+        place(config(device="cpu,cpu,cpu", max_slots=2), load_on_device)
+    missing = ServerConfig(model=str(tmp_path / "none"), device="cpu,cpu")
+    with pytest.raises(PlosiveError, match="no checkpoint directory"):
+        place(missing, load_on_device)
+    for device in ("cpu,", "auto,cpu", "gpu", "cuda:x"):
+        with pytest.raises(ConfigError, match="expected"):
+            config(device=device)
+    with pytest.raises(ConfigError, match="one of auto, yes, no"):
+        config(engine_process="maybe")
+
+
+async def speak(session: Session, text: str = "One of several.") -> int:
+    return len([packet async for packet in session.say(text)])
+
+
+def children(pid: int) -> list[int]:
+    """Processes that `pid` has started for engines; multiprocessing's tracker is none."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    engines = [c for c in found if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
+    return [int(each) for each in engines]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_serve_goes_on_when_one_of_its_engines_is_killed() -> None:
+    options = ["--model", "tone:1,0", "--device", "cpu,cpu", "--max-slots", "2"]
+    with LocalServer(options) as server:
+
+        async def talk() -> None:
+            async with connect(server.url) as one, connect(server.url) as two:
+                assert min(await asyncio.gather(speak(one), speak(two))) > 10
+                os.kill(children(server.pid)[0], signal.SIGKILL)
+                said = await asyncio.gather(speak(one), speak(two), return_exceptions=True)
+                failed = [each for each in said if isinstance(each, PlosiveError)]
+                assert len(failed) == 1, said
+                assert "exit code -9" in failed[0].message
+                survivor = one if isinstance(said[0], int) else two
+                assert await speak(survivor) > 10
+
+        asyncio.run(talk())
+        assert server.is_running
+        pids = children(server.pid)
+    assert len(pids) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_serve_over_two_real_engines() -> None:
+    """The same seed says the same on either."""
+    options = ["--model", "random:tiny", "--device", "cpu,cpu", "--max-slots", "2"]
+    with LocalServer(options) as server:
+
+        async def talk() -> list[list[bytes]]:
+            seed = Sampling(seed=1)
+            async with (
+                connect(server.url, sampling=seed) as one,
+                connect(server.url, sampling=seed) as two,
+            ):
+                return [await payloads(one), await payloads(two)]
+
+        first, second = asyncio.run(talk())
+    assert first and first == second
+
+
+async def payloads(session: Session) -> list[bytes]:
+    return [packet.payload async for packet in session.say("The same on either.")]
