@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="each level (default: 10)")
     parser.add_argument("--step-ms", type=float, default=5.0, help="of the engine (default: 5)")
     parser.add_argument("--host-ms", type=float, default=0.3, help="of it, Python (default: 0.3)")
+    parser.add_argument(
+        "--chunk-frames", type=int, default=4, help="that the engine gives at once (default: 4)"
+    )
     parser.add_argument("--codec", choices=("opus", "pcm_s16le"), default="opus")
     parser.add_argument("--rate-hz", type=int, default=24_000, help="of the packets")
     parser.add_argument("--out", type=Path, help="directory for a JSON file")
@@ -59,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     display = Display()
-    model = f"tone:{args.step_ms},{args.host_ms}"
+    model = f"tone:{args.step_ms},{args.host_ms},{args.chunk_frames}"
     options = ["--model", model, "--max-slots", str(max(args.streams)), *args.serve]
     with ExitStack() as stack:
         server = stack.enter_context(LocalServer(options))

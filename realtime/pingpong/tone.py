@@ -39,6 +39,7 @@ from realtime.threads import name_thread
 MODEL = "tone"
 _CHARS_PER_S = 15.0  # of English speech
 _HUM_S = 4.0  # then it repeats
+_NUM_SINGLE = 4  # frames of a turn that come one by one
 _NUM_LATE = 2_000  # steps whose lateness is kept
 _CALIBRATION = 20_000  # turns of the loop that stands for a model's host work
 
@@ -50,23 +51,25 @@ class ToneConfig:
     num_slots: int = 4
     step_ms: float = 5.0  # one frame of every stream
     host_ms: float = 0.0  # of it, Python's work, as a decode loop launches and drains a step
+    chunk_frames: int = 4  # that come at once but at the start of a turn, as a codec takes them
     sample_rate: int = 44_100
     frame_samples: int = 2_048
 
     @classmethod
     def parse(cls, model: str, num_slots: int) -> "ToneConfig":
-        """`tone` or `tone:STEP_MS,HOST_MS`.
+        """`tone` or `tone:STEP_MS,HOST_MS,CHUNK_FRAMES`, of which the last may be left out.
 
         Raises:
             PlosiveError: code `model_unusable`.
         """
-        numbers = model.partition(":")[2]
+        numbers = model.partition(":")[2].split(",") if ":" in model else []
         try:
-            step_ms, _, host_ms = numbers.partition(",")
-            config = cls(num_slots, float(step_ms or 5.0), float(host_ms or 0.0))
+            step_ms, host_ms = (float(text) for text in [*numbers[:2], "5", "0"][:2])
+            config = cls(num_slots, step_ms, host_ms, int([*numbers[2:], "4"][0]))
         except ValueError:
             config = cls(step_ms=-1.0)
-        if not 0.0 <= config.host_ms <= config.step_ms < 1e6:
+        is_possible = 0.0 <= config.host_ms <= config.step_ms < 1e6 and config.chunk_frames > 0
+        if not is_possible or len(numbers) not in (0, 2, 3):
             why = f"got {model!r}, expected {MODEL} or {MODEL}:STEP_MS,HOST_MS (like tone:5,0.3)"
             raise PlosiveError("model_unusable", why)
         return config
@@ -245,14 +248,20 @@ class ToneEngine:
         if turn.num_frames == 0:
             stream.clock.start_turn()
             turn.stamps_ns["first_pcm"] = now_ns
-        stream.clock.add(self._frame_ns, now_ns, is_turn_start=turn.num_frames == 0)
-        size = self._config.frame_samples
-        at = (slot.idx * 977 + turn.num_frames * size) % (len(self._hum) - size)
+        num_frames = 1
+        if turn.num_frames >= _NUM_SINGLE:
+            num_frames = min(self._config.chunk_frames, turn.frames[0] - turn.segment_frames)
+        duration_ns = num_frames * self._frame_ns
+        stream.clock.add(duration_ns, now_ns, is_turn_start=turn.num_frames == 0)
+        size = num_frames * self._config.frame_samples
+        at = (slot.idx * 977 + turn.num_frames * self._config.frame_samples) % (
+            len(self._hum) - size
+        )
         pcm = self._hum[at : at + size]
-        self._sink(FramePcm(slot, turn.turn_id, turn.segment, turn.num_frames, 1, pcm))
-        turn.num_frames += 1
-        turn.segment_frames += 1
-        self._num_frames += 1
+        self._sink(FramePcm(slot, turn.turn_id, turn.segment, turn.num_frames, num_frames, pcm))
+        turn.num_frames += num_frames
+        turn.segment_frames += num_frames
+        self._num_frames += num_frames
         if turn.segment_frames >= turn.frames[0]:
             self._sink(SegmentEnd(slot, turn.turn_id, turn.segment, turn.segment_frames))
             turn.frames.popleft()

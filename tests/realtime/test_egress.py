@@ -224,6 +224,19 @@ async def test_a_new_turn_does_not_wait_behind_audio_that_is_needed_later() -> N
     assert len(slots) < 100 / 5, "frames that wait are encoded together"
 
 
+async def test_the_first_frame_does_not_wait_for_those_it_came_with() -> None:
+    async with Rig() as rig:
+        slot = rig.open()
+        pcm = np.full(8 * 960, 0.1, np.float32)
+        rig.egress.put(FramePcm(slot, 1, 0, 0, 8, pcm))
+        rig.egress.put(FramePcm(slot, 1, 0, 8, 8, pcm))
+        first, rest, more = await rig.until(3)
+        assert isinstance(first, EncodedAudio) and (first.first_frame, first.num_frames) == (0, 1)
+        assert isinstance(rest, EncodedAudio) and (rest.first_frame, rest.num_frames) == (1, 7)
+        assert isinstance(more, EncodedAudio) and (more.first_frame, more.num_frames) == (8, 8)
+        assert [len(each.packets) for each in (first, rest, more)] == [2, 14, 16]
+
+
 async def test_stop_releases_a_waiting_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()  # never started: its queue stays full
     rig.egress._inboxes[0].maxsize = 1
@@ -239,7 +252,7 @@ async def test_stop_releases_a_waiting_engine(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize(
     ("num_slots", "num_cores", "expected"),
-    [(4, 2, 1), (64, 2, 1), (4, 64, 1), (64, 16, 4), (512, 16, 4), (64, 32, 8), (512, 128, 8)],
+    [(4, 2, 1), (64, 2, 1), (4, 64, 1), (64, 16, 8), (512, 16, 8), (24, 32, 3), (512, 128, 12)],
 )
 def test_threads_are_bounded_by_slots_and_cores(
     num_slots: int, num_cores: int, expected: int

@@ -33,8 +33,11 @@ def test_a_turn_is_whole(engine: ToneEngine) -> None:
     say(engine, slot, 1, "A first segment.", "And a second.")
     end = recorder.wait(TurnEnd)
     frames = [event for event in recorder.events if isinstance(event, FramePcm)]
-    assert [frame.first_frame for frame in frames] == list(range(end.num_frames))
-    assert all(frame.pcm.shape == (2_048,) for frame in frames)
+    numbers = [f.first_frame + i for f in frames for i in range(f.num_frames)]
+    assert numbers == list(range(end.num_frames))
+    assert all(frame.pcm.shape == (2_048 * frame.num_frames,) for frame in frames)
+    assert {frame.num_frames for frame in frames[:4]} == {1}
+    assert max(frame.num_frames for frame in frames) == 4
     ends = [event for event in recorder.events if isinstance(event, SegmentEnd)]
     assert [each.segment for each in ends] == [0, 1]
     assert sum(each.num_frames for each in ends) == end.num_frames
@@ -49,8 +52,8 @@ def test_lead_is_held_below_its_cap(engine: ToneEngine) -> None:
     slot = opened(engine, recorder, max_lead_ms=200)
     say(engine, slot, 1, "word " * 40)
     time.sleep(0.3)
-    num_frames = sum(isinstance(event, FramePcm) for event in recorder.events)
-    assert num_frames <= (300 + 200 + 3 * 46.4) / 46.4
+    frames = [event for event in recorder.events if isinstance(event, FramePcm)]
+    assert sum(frame.num_frames for frame in frames) <= (300 + 200 + 6 * 46.4) / 46.4
 
 
 def test_cancel_and_close(engine: ToneEngine) -> None:
@@ -80,7 +83,16 @@ def test_it_refuses_what_it_cannot_do(engine: ToneEngine) -> None:
 def test_pace_is_an_option() -> None:
     config = ToneConfig.parse("tone:8,0.5", num_slots=7)
     assert (config.num_slots, config.step_ms, config.host_ms) == (7, 8.0, 0.5)
+    assert ToneConfig.parse("tone:8,0.5,1", num_slots=7).chunk_frames == 1
     assert ToneConfig.parse("tone", 2).step_ms == 5.0
-    for model in ("tone:fast", "tone:1,2", "tone:-1", "tone:nan"):
+    for model in (
+        "tone:fast",
+        "tone:1,2",
+        "tone:-1,0",
+        "tone:nan,0",
+        "tone:5",
+        "tone:5,0,0",
+        "tone:",
+    ):
         with pytest.raises(PlosiveError, match="expected tone"):
             ToneConfig.parse(model, 1)
