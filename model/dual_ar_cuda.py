@@ -182,6 +182,7 @@ class FusedDualAR:
             slots,
             *(state.temperature, state.top_p, state.top_k, state.seed, state.frame_idx),
             num_ranks=self._num_ranks,
+            is_chained=True,  # all of it is older than `embed_rows`
         )
         codes = torch.empty(len(slots), self._num_codebooks, dtype=torch.int32, device=slots.device)
         logits = linear(hidden, self._semantic_head)

@@ -50,19 +50,33 @@ class SpanPlan(NamedTuple):
     depth: int = 0
 
 
+# Measured on an H200 for 8 key/value heads of 128 at 100 to 8192 positions (bench_ttfa/kernels_attention):
+# pairs of a row and a key/value head, and the plan for up to that many. Clusters are what few rows
+# need, and what many pay for: all CTAs of one keep their place until the last is done.
+_PLANS = (
+    (8, Plan(8, 4, 3, 1, 2)),
+    (32, Plan(8, 4, 3, 2, 2)),
+    (88, Plan(4, 4, 3, 1, 2)),
+    (160, Plan(4, 4, 3, 6)),
+    (376, Plan(2, 4, 4, 6)),
+)
+_MANY = Plan(1, 4, 4)
+
+
 def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -> Plan:
     """The plan for a launch shape."""
-    num_pairs, max_tiles = num_rows * num_kv_heads, max_pages * page_size // 16
-    min_tiles = max(1, num_pairs // 42)
-    for splits in (8, 4, 2):
-        if max_tiles > (splits // 2) * 4 * min_tiles:
-            return Plan(splits, 4, 4 if num_pairs > 256 else 3, min_tiles)
-    return Plan(1, 4, 4, min_tiles)
+    num_pairs, max_tiles = num_rows * num_kv_heads, -(-max_pages * page_size // 16)
+    plan = next((plan for most, plan in _PLANS if num_pairs <= most), _MANY)
+    useful = -(-max_tiles // (plan.warps * plan.min_tiles))
+    return plan._replace(splits=min(plan.splits, 1 << (useful - 1).bit_length()))
 
 
 def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
     """The plan for a span."""
-    return SpanPlan(2 if num_rows * num_kv_heads >= 512 else 4, 4, 2)
+    num_pairs = num_rows * num_kv_heads
+    if num_pairs <= 256:
+        return SpanPlan(4, 4, 1, 3)
+    return SpanPlan(1, 8, 2) if num_pairs <= 640 else SpanPlan(1, 4, 2)
 
 
 def rope_append(

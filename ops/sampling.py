@@ -40,6 +40,10 @@ class Draws(NamedTuple):
     seed: Tensor  # i64 [N]
     frame_idx: Tensor  # i32 [N]
     num_ranks: int = MAX_TOP_K  # at most this many ranks count, whatever top_k says
+    # Between whatever wrote the tensors above (and a window) and the samplers is a launch of
+    # `embed_rows` or attention, and the kernel right before a sampler writes none of them. Then they
+    # are fetched while that one still runs.
+    is_chained: bool = False
 
 
 class Head(NamedTuple):
@@ -234,6 +238,7 @@ def _launch(
         "NUM_TOKENS": num_tokens,
         "LOGIT": {torch.float32: "float", torch.bfloat16: "bf16"}[logits.dtype],
         "IS_SEMANTIC": int(semantic is not None),
+        "IS_CHAINED": int(draws.is_chained),
     }
     nvrtc.kernel("sampling.cu", "sample", defines=defines).launch(
         (num_rows,),
@@ -247,7 +252,9 @@ def _launch(
     )
 
 
-def semantic_definition(logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor) -> Tensor:
+def semantic_definition(
+    logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor
+) -> Tensor:
     ras = torch.full_like(draws.top_p, RAS_TOP_P), torch.full_like(draws.top_p, RAS_TEMPERATURE)
     normal = _draw(logits, 0, draws, draws.top_p, draws.temperature.clamp(min=MIN_TEMPERATURE))
     twin = _draw(logits, 1, draws, *ras)

@@ -1,6 +1,8 @@
-// One draw per row from filtered logits, by one CTA, without sorting them all: a bound that at least
-// top_k logits reach leaves few candidates, and those are ranked by counting who beats whom.
-//   NUM_TOKENS (V), LOGIT (float or bf16), IS_SEMANTIC: two draws, see `choose_semantic`.
+// One draw per row from filtered logits, by one CTA, without sorting: a bound that at least top_k logits
+// reach leaves few candidates, and each of those finds its rank, and the probability up to it, by
+// looking at the others.
+//   NUM_TOKENS (V), LOGIT (float or bf16), IS_SEMANTIC: two draws, the second for repeated tokens.
+//   IS_CHAINED: sampling parameters are read before the kernel before this one has ended.
 #include "common.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
@@ -9,23 +11,25 @@ constexpr int MAX_CANDIDATES = 256, MAX_RANKS = 128;
 constexpr int INDEX_BITS = 13;
 constexpr int DRAWS = IS_SEMANTIC ? 2 : 1;
 constexpr float MIN_TEMPERATURE = 1e-5f, RAS_TOP_P = 0.9f;
-static_assert(NUM_TOKENS <= 1 << INDEX_BITS && MAX_CANDIDATES * 2 == THREADS);
+static_assert(NUM_TOKENS <= 1 << INDEX_BITS && MAX_CANDIDATES * 2 <= THREADS && WARPS <= 32);
 
 struct Shared {
   float top[WARPS], low[WARPS], sum[WARPS];
   int count[3];
-  __align__(16) u64 candidates[MAX_CANDIDATES];
-  u64 ranked[MAX_RANKS];  // best first
-  int code;
+  __align__(16) ulonglong2 candidates[MAX_CANDIDATES];  // key, weight
+  u64 winners[DRAWS][WARPS];
 };
 
 DEVICE float lowest() { return __uint_as_float(0xff800000u); }  // minus infinity
 
+DEVICE u32 ordered(float value) {
+  const u32 bits = __float_as_uint(value + 0.f);  // no negative zero
+  return bits ^ (static_cast<i32>(bits) >> 31 | 0x80000000u);
+}
+
 // Orders like the logit, and among equal ones the lower index first.
 DEVICE u64 sort_key(float logit, int idx) {
-  const u32 bits = __float_as_uint(logit + 0.f);  // no negative zero
-  const u32 ordered = bits ^ (static_cast<i32>(bits) >> 31 | 0x80000000u);
-  return static_cast<u64>(ordered) << INDEX_BITS | ((1 << INDEX_BITS) - 1 - idx);
+  return static_cast<u64>(ordered(logit)) << INDEX_BITS | ((1 << INDEX_BITS) - 1 - idx);
 }
 
 DEVICE float logit_of(u64 key) {
@@ -88,8 +92,14 @@ DEVICE u64 raised_bound(Shared& shared, const u64 (&keys)[PER_THREAD], u64 low, 
   return low;
 }
 
-// Appends the keys that reach `bound` to the candidates, as far as there is room; counts all.
-DEVICE void collect(Shared& shared, const u64 (&keys)[PER_THREAD], u64 bound, int lane) {
+// What a candidate adds to those it beats: one rank (from bit 48 on), and its probability over that of
+// the best logit, in units of 2^-31. Whole numbers, so that sums do not depend on an order.
+DEVICE u64 weight_of(float logit, float top) {
+  return 1ull << 48 | __float2uint_rn(expf(logit - top) * 0x1p31f);
+}
+
+// Appends what reaches `bound` to the candidates, as far as there is room; counts all.
+DEVICE void collect(Shared& shared, const u64 (&keys)[PER_THREAD], u64 bound, float top, int lane) {
   int before = 0, in_warp = 0, at[PER_THREAD];
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
@@ -102,7 +112,7 @@ DEVICE void collect(Shared& shared, const u64 (&keys)[PER_THREAD], u64 bound, in
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++)
     if (keys[i] >= bound && before + at[i] < MAX_CANDIDATES)
-      shared.candidates[before + at[i]] = keys[i];
+      shared.candidates[before + at[i]] = make_ulonglong2(keys[i], weight_of(logit_of(keys[i]), top));
 }
 
 struct Filter {
@@ -110,51 +120,61 @@ struct Filter {
   i64 noise_key;
 };
 
-// Draws from the ranked keys, by one warp. Ranks whose cumulative un-tempered probability exceeds
-// top_p are removed, the best never; the others are tempered and drawn by Gumbel noise.
-DEVICE void draw(int (&chosen)[DRAWS], const Shared& shared, const Filter (&filters)[DRAWS], float top,
-                 float sum, int num_ranks, int lane) {
-  float best[DRAWS], cumulative = 0;
-  int best_rank[DRAWS];
-#pragma unroll
-  for (int d = 0; d < DRAWS; d++) best[d] = lowest(), best_rank[d] = MAX_RANKS;
-  for (int first = 0; first < num_ranks; first += 32) {
-    const int rank = first + lane;
-    const bool is_rank = rank < num_ranks;
-    const u64 key = is_rank ? shared.ranked[rank] : 0;
-    const float logit = is_rank ? logit_of(key) : lowest();
-    float reached = is_rank ? expf(logit - top) / sum : 0.f;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const float below = __shfl_up_sync(~0u, reached, lanes);
-      if (lane >= lanes) reached += below;
+// Best of the lanes: the highest score, then the lowest rank; 0 where no lane has one.
+DEVICE u64 warp_best(u64 mine) {
+  const u32 score = static_cast<u32>(mine >> 32), highest = __reduce_max_sync(~0u, score);
+  const u32 rest = __reduce_max_sync(~0u, score == highest ? static_cast<u32>(mine) : 0);
+  return static_cast<u64>(highest) << 32 | rest;
+}
+
+// Draws by all threads. Ranks from num_ranks on, and those whose cumulative un-tempered probability
+// exceeds top_p, are removed, the best never; the others are tempered and drawn by Gumbel noise.
+DEVICE void draw(int (&chosen)[DRAWS], Shared& shared, const Filter (&filters)[DRAWS],
+                 int num_candidates, int num_ranks, int warp, int lane) {
+  // `parts` threads per candidate share the others.
+  const int parts = num_candidates * 8 <= THREADS ? 8 : num_candidates * 4 <= THREADS ? 4 : 2;
+  const int candidate = threadIdx.x / parts, part = threadIdx.x % parts;
+  u64 best[DRAWS] = {};
+  if (warp * 32 / parts < num_candidates) {
+    const ulonglong2 own = shared.candidates[min(candidate, num_candidates - 1)];
+    u64 above = 0;
+#pragma unroll 4
+    for (int i = part; i < num_candidates; i += parts) {
+      const ulonglong2 other = shared.candidates[i];
+      if (other.x > own.x) above += other.y;
     }
-    reached += cumulative;
-    cumulative = __shfl_sync(~0u, reached, 31);
+    __syncwarp();
+    for (int lanes = 1; lanes < parts; lanes *= 2) above += __shfl_xor_sync(~0u, above, lanes);
+    float sum = 0;
 #pragma unroll
-    for (int d = 0; d < DRAWS; d++) {
-      const bool stays = is_rank && (rank == 0 || reached <= filters[d].top_p);
-      if (!stays) continue;
-      const float score = __fadd_rn(gumbel_noise(filters[d].noise_key, index_of(key)),
-                                    __fmul_rn(logit, filters[d].inverse_temperature));
-      if (score > best[d]) best[d] = score, best_rank[d] = rank;
+    for (int i = 0; i < WARPS; i++) sum += shared.sum[i];
+    const int rank = static_cast<int>(above >> 48);
+    const u64 cumulative = (above + own.y) & ((1ull << 48) - 1);
+    const float reached = static_cast<float>(cumulative) * 0x1p-31f / sum;
+    if (candidate < num_candidates && part == 0 && rank < num_ranks) {
+      const int token = index_of(own.x);
+#pragma unroll
+      for (int d = 0; d < DRAWS; d++) {
+        if (rank > 0 && !(reached <= filters[d].top_p)) continue;
+        const float score = __fadd_rn(gumbel_noise(filters[d].noise_key, token),
+                                      __fmul_rn(logit_of(own.x), filters[d].inverse_temperature));
+        best[d] = static_cast<u64>(ordered(score)) << 32 | (MAX_RANKS - rank) << INDEX_BITS | token;
+      }
     }
   }
 #pragma unroll
   for (int d = 0; d < DRAWS; d++) {
-    const u32 key = static_cast<u32>(sort_key(best[d], 0) >> INDEX_BITS);
-    const u32 winner = __reduce_max_sync(~0u, best_rank[d] < MAX_RANKS ? key : 0);
-    const int rank = __reduce_min_sync(~0u, key == winner ? best_rank[d] : MAX_RANKS);
-    chosen[d] = index_of(shared.ranked[min(rank, num_ranks - 1)]);
+    best[d] = warp_best(best[d]);
+    if (lane == 0) shared.winners[d][warp] = best[d];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int d = 0; d < DRAWS; d++) {
+    const u64 winner = warp_best(lane < WARPS ? shared.winners[d][lane] : 0);
+    const int token = static_cast<int>(winner & ((1 << INDEX_BITS) - 1));
+    chosen[d] = min(token, NUM_TOKENS - 1);  // whatever garbage logits lead to
   }
 }
-
-struct Embedding {  // what the fast AR reads next; x null: nothing
-  const bf16* table;
-  const bf16* hidden;
-  bf16* x;
-  int dim;
-};
 
 DEVICE void copy_row(bf16* target, const bf16* source, int dim) {
   for (int at = threadIdx.x * 8; at < dim; at += THREADS * 8)
@@ -176,9 +196,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ Shared shared;
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x < 3) shared.count[threadIdx.x] = 0;
-  wait_for_previous_kernels();
-  let_next_kernel_start();
+  if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
   const i64 slot = slots[row];
+  const float temperature_of = temperature[slot];
+  const int limit = min(min(num_ranks_limit, MAX_RANKS), NUM_TOKENS);
+  const int num_ranks = temperature_of > 0 ? max(min(top_k[slot], limit), 1) : 1;
+  const i64 seed_of = seed[slot], frame = frame_idx[slot];
+  Filter filters[DRAWS];
+  filters[0] = {top_p[slot], 1.f / fmaxf(temperature_of, MIN_TEMPERATURE),
+                noise_key(seed_of, frame, first_draw)};
+  if (IS_SEMANTIC) filters[DRAWS - 1] = {RAS_TOP_P, 1.f, noise_key(seed_of, frame, first_draw + 1)};
+  const i32 recent = IS_SEMANTIC && lane < window_len ? window[slot * window_len + lane] : -1;
+  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+
   float values[PER_THREAD], low = lowest();
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
@@ -187,14 +217,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                                  : lowest();
     low = fmaxf(low, values[i]);
   }
-  const float temperature_of = temperature[slot], top_p_of = top_p[slot];
-  const i64 seed_of = seed[slot], frame = frame_idx[slot];
-  const i32 recent = IS_SEMANTIC && lane < window_len ? window[slot * window_len + lane] : -1;
-  const int limit = min(min(num_ranks_limit, MAX_RANKS), NUM_TOKENS);
-  const int num_ranks = temperature_of > 0 ? max(min(top_k[slot], limit), 1) : 1;
-  if (IS_SEMANTIC && x != nullptr)
-    copy_row(x + 2ll * row * dim, hidden + static_cast<i64>(row) * dim, dim);
-
   // `low`: the smallest of num_ranks or more largest logits of disjoint groups; `top`: the largest.
   float top = low;
 #pragma unroll
@@ -209,15 +231,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = 0; i < WARPS; i++) top = fmaxf(top, shared.top[i]), low = fminf(low, shared.low[i]);
 
   u64 keys[PER_THREAD];
-  float sum = 0;
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
     const int idx = i * THREADS + threadIdx.x;
     keys[i] = idx < NUM_TOKENS ? sort_key(values[i], idx) : 0;
-    sum += idx < NUM_TOKENS ? expf(values[i] - top) : 0.f;
   }
   u64 bound = max(sort_key(low, (1 << INDEX_BITS) - 1), 1ull);
-  collect(shared, keys, bound, lane);
+  collect(shared, keys, bound, top, lane);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++)
+    sum += i * THREADS + threadIdx.x < NUM_TOKENS ? expf(values[i] - top) : 0.f;
   sum = warp_sum(sum);
   if (lane == 0) shared.sum[warp] = sum;
   __syncthreads();
@@ -228,53 +252,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
     if (threadIdx.x == 0) shared.count[0] = 0;
     __syncthreads();
-    collect(shared, keys, bound, lane);
+    collect(shared, keys, bound, top, lane);
     __syncthreads();
     num_candidates = min(shared.count[0], MAX_CANDIDATES);
   }
 
-  // `parts` threads per candidate count who beats it, two at a time.
-  const int parts = num_candidates <= THREADS / 8 ? 8 : num_candidates <= THREADS / 4 ? 4 : 2;
-  const int candidate = threadIdx.x / parts, part = threadIdx.x % parts;
-  if (warp * 32 / parts < num_candidates) {
-    const u64 key = shared.candidates[min(candidate, num_candidates - 1)];
-    int rank = 0;
-#pragma unroll 4
-    for (int i = 2 * part; i < num_candidates; i += 2 * parts) {
-      const ulonglong2 pair = *reinterpret_cast<const ulonglong2*>(shared.candidates + i);
-      rank += (pair.x > key) + (i + 1 < num_candidates && pair.y > key);
-    }
-    __syncwarp();
-    for (int lanes = 1; lanes < parts; lanes *= 2) rank += __shfl_xor_sync(~0u, rank, lanes);
-    if (candidate < num_candidates && part == 0 && rank < num_ranks) shared.ranked[rank] = key;
+  int chosen[DRAWS];
+  draw(chosen, shared, filters, num_candidates, num_ranks, warp, lane);
+  int taken = chosen[0];
+  if (IS_SEMANTIC) {  // a semantic token of the last ones gives way to its twin
+    const bool is_recent = __any_sync(~0u, lane < window_len && recent == head_tokens[taken]);
+    if (is_recent && taken < NUM_TOKENS - 1) taken = chosen[DRAWS - 1];
   }
-  __syncthreads();
-
-  if (warp == 0) {
-    sum = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) sum += shared.sum[i];
-    Filter filters[DRAWS];
-    filters[0] = {top_p_of, 1.f / fmaxf(temperature_of, MIN_TEMPERATURE),
-                  noise_key(seed_of, frame, first_draw)};
-    if (IS_SEMANTIC) filters[DRAWS - 1] = {RAS_TOP_P, 1.f, noise_key(seed_of, frame, first_draw + 1)};
-    int chosen[DRAWS];
-    draw(chosen, shared, filters, top, sum, min(num_ranks, max(num_candidates, 1)), lane);
-    int taken = min(chosen[0], NUM_TOKENS - 1);  // whatever garbage logits lead to
-    if (IS_SEMANTIC) {  // a semantic token of the last ones gives way to its twin
-      const bool is_recent = __any_sync(~0u, lane < window_len && recent == head_tokens[taken]);
-      if (is_recent && taken < NUM_TOKENS - 1) taken = min(chosen[DRAWS - 1], NUM_TOKENS - 1);
-    }
-    if (lane == 0) {
-      const int code = head_codes != nullptr ? static_cast<int>(head_codes[taken]) : taken;
-      choice[row] = taken;
-      shared.code = code;
-      if (is_end != nullptr) is_end[row] = taken == NUM_TOKENS - 1;
-      if (codes != nullptr) codes[row * num_codebooks + codebook] = code;
-    }
+  const int code = head_codes != nullptr ? static_cast<int>(head_codes[taken]) : taken;
+  if (x != nullptr) {
+    const i64 target = IS_SEMANTIC ? 2ll * row + 1 : row;
+    copy_row(x + target * dim, table + static_cast<i64>(code) * dim, dim);
+    if (IS_SEMANTIC) copy_row(x + 2ll * row * dim, hidden + static_cast<i64>(row) * dim, dim);
   }
-  if (x == nullptr) return;
-  __syncthreads();
-  const i64 target = IS_SEMANTIC ? 2ll * row + 1 : row;
-  copy_row(x + target * dim, table + static_cast<i64>(shared.code) * dim, dim);
+  if (threadIdx.x == 0) {
+    choice[row] = taken;
+    if (is_end != nullptr) is_end[row] = taken == NUM_TOKENS - 1;
+    if (codes != nullptr) codes[row * num_codebooks + codebook] = code;
+  }
 }

@@ -211,7 +211,8 @@ def test_embed_rows(num_rows, dim):
 
 
 @pytest.mark.parametrize("num_rows", [1, 64])
-def test_replay_is_eager(num_rows):
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_replay_is_eager(num_rows, is_chained):
     """Frames of nine samplers and the advance, captured once; the state moves on as it does eagerly."""
     carried = state(num_rows + 1, 10)
     states = [Carried(*(part.cuda() for part in carried)) for _ in range(2)]
@@ -225,10 +226,12 @@ def test_replay_is_eager(num_rows):
     head = Head(tokens, torch.arange(4097, device="cuda").clamp(max=4095))
 
     def frame(carried):
-        batch = parameters._replace(slots=slots, frame_idx=carried.frame_idx)
+        batch = parameters._replace(slots=slots, frame_idx=carried.frame_idx, is_chained=is_chained)
+        embed_rows(carried.rows % 64, slots, table, table[:640], (0, 9))
         first = sampling.draw_semantic(logits, carried.window, batch, head, hidden, table, codes)
+        residual = logits[:, 1:].contiguous()
         for codebook in range(1, 10):
-            sampling.draw_codebook(logits[:, 1:].contiguous(), codebook, batch, table, codes)
+            sampling.draw_codebook(residual, codebook, batch, table, codes)
         sampling.advance(carried, slots, first.choice, codes, tokens)
 
     frame(states[0])
