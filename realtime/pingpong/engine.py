@@ -42,6 +42,7 @@ from realtime.pingpong.prompt_rows import MIN_TEXT_POSITIONS
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Returned
 from realtime.pingpong.vocode import VocodeLoop
+from realtime.threads import name_thread
 
 logger = logging.getLogger(__name__)
 
@@ -277,6 +278,7 @@ class PingPongEngine:
             torch.set_num_threads(self._config.num_threads)
 
     def _run(self, name: str, run: Callable[[Callable[[], bool]], None]) -> None:
+        name_thread(f"plosive-{name}")
         self._set_threads()
         try:
             run(self._is_stopping.is_set)
