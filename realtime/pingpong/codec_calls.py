@@ -17,6 +17,9 @@ from model.codec import Codec
 from ops.graphs import GraphSet, Progress, bucket_sizes
 from realtime.pingpong.device import Event, Upload, host_buffer
 
+VOCODE_PRIORITY = (
+    -2
+)  # of streams; above decode: its calls are short and few, somebody waits for them
 CHUNKS = (1, 2, 4, 8)  # frames of a stream per call
 MAX_CALLS = 2  # in flight: one that runs and one that follows it
 MAX_CALL_FRAMES = 128  # of all streams, where a call has more than one of each: about 3 ms
@@ -101,7 +104,7 @@ class CodecRunner:
     def capture(self, progress: Progress) -> None:
         """Capture every size (CUDA only). No stream may be running."""
         self._words.fill_(self.dummy_slot)
-        self._graphs.capture(progress)
+        self._graphs.capture(progress, priority=VOCODE_PRIORITY)
 
     def place(self, slot: int, frame: int) -> int:
         """Where a slot's frame waits, counted since its stream began."""

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.speech_model import SpeechModel
-from realtime.pingpong.codec_calls import Call, CodecRunner
+from realtime.pingpong.codec_calls import VOCODE_PRIORITY, Call, CodecRunner
 from realtime.pingpong.device import stream_scope
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import (
@@ -31,7 +31,7 @@ from realtime.pingpong.messages import (
     TurnBegin,
     TurnEnd,
 )
-from realtime.pingpong.pacing import CallPlan, ClockTable, Waiting, next_call
+from realtime.pingpong.pacing import CallPlan, ClockTable, PlaybackClock, Waiting, next_call
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
 
@@ -45,6 +45,9 @@ class _Voice:
     num_put: int = 0  # frames since the stream began
     num_called: int = 0
     num_in_flight: int = 0  # frames
+    turn: tuple[SlotRef, int] | None = None  # whose frames these are
+    # Of that turn alone: its audio may be heard at once, whatever was said before it.
+    clock: PlaybackClock = field(default_factory=PlaybackClock)
     ended: tuple[SlotRef, int, int] | None = None  # the last segment
 
     @property
@@ -85,7 +88,7 @@ class VocodeLoop:
         self.host_ns = 0  # of this thread's work, without waiting
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
-        with torch.inference_mode(), stream_scope(self._device):
+        with torch.inference_mode(), stream_scope(self._device, VOCODE_PRIORITY):
             wait_s: float | None = None
             while not is_stopping():
                 for item in self.inbox.take_all(wait_s):
@@ -119,6 +122,7 @@ class VocodeLoop:
             if row.first_frame + row.frame == 0:
                 self._drop_stale(voice)
                 voice.num_put = voice.num_called = 0
+                voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
                 fresh.append(voice.idx)
             places.append(self.runner.place(voice.idx, voice.num_put))
             voice.num_put += 1
@@ -190,8 +194,10 @@ class VocodeLoop:
             num_frames = voice.num_waiting
             if num_frames:
                 head = voice.queue[0]
-                lead_ns = self._clocks.of(head.slot).lead_ns(now_ns)
-                lead_ns += voice.num_in_flight * self._frame_ns
+                assert isinstance(head, StepRow), head
+                lead_ns = voice.clock.lead_ns(now_ns) + voice.num_in_flight * self._frame_ns
+                if head.first_frame + head.frame == 0:
+                    lead_ns = 0
                 waiting[voice.idx] = Waiting(num_frames, lead_ns, len(voice.queue) > num_frames)
         return next_call(
             waiting,
@@ -230,6 +236,8 @@ class VocodeLoop:
             if self._slots.is_current(row.slot):
                 # Pinned memory is used again; what the CPU made is the receiver's.
                 self._say_frames(row, chunk, samples.copy() if is_pinned else samples)
+                if voice.turn == (row.slot, row.turn_id):
+                    voice.clock.add(chunk * self._frame_ns, begun_ns, is_turn_start=False)
             self._say_events(voice)
         self.runner.done(call)
         self.host_ns += time.perf_counter_ns() - begun_ns

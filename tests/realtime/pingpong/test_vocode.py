@@ -95,6 +95,18 @@ def test_first_frame_at_once_then_together_and_all_before_the_end():
     assert bench.events[-2].num_frames == 40
 
 
+def test_the_first_frame_of_the_next_turn_leaves_at_once_however_much_was_said_before():
+    bench = Bench()
+    slot = bench.slots.acquire()
+    for turn in range(3):
+        for frame in range(30):
+            bench.step((row(slot, frame, turn_id=turn), frame))
+            if frame < 2:
+                assert bench.pcm(slot)[-1][:2] == (turn, frame)
+        end = row(slot, 30, turn_id=turn)
+        bench.step((end, 0), ends=[end])
+
+
 def test_one_frame_at_a_time_where_chunks_would_be_heard():
     bench = Bench(has_exact_chunks=False)
     slot = bench.slots.acquire()
