@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_ttfa.kernels import Call, Timing, graph_us, num_copies, rotated
+from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies, rotated
 from ops import attention, reference, sampling
 from ops.attention import Plan
 from ops.embedding import embed_rows
@@ -164,7 +164,7 @@ class Sampler:
         seeds = torch.randint(0, 1 << 60, (num_rows,), device="cuda")
         frame_idx = filled(3, torch.int32)
         parameters = (filled(0.8), filled(0.8), filled(30, torch.int32), seeds, frame_idx)
-        self.draws = Draws(self.slots, *parameters)
+        self.draws = Draws(self.slots, *parameters, is_chained=True)
         self.window = torch.zeros(num_rows, WINDOW, 1, device="cuda", dtype=torch.int32)
         tokens = torch.arange(1000, 1001 + NUM_SEMANTIC, device="cuda", dtype=torch.int32)
         self.head = Head(tokens, torch.arange(NUM_SEMANTIC + 1, device="cuda").clamp(max=4095))
