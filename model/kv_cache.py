@@ -107,10 +107,14 @@ class KVCache:
         if self.history is not None:
             self.history[slot, start : start + rows.shape[1]] = rows.t()
 
+    def move_history(self, slot: int, start: int, stop: int, target: int) -> None:
+        """What positions start..stop-1 were made from is now that of positions from `target` on."""
+        self.remember(slot, target, self.recall(slot, start, stop).clone())
+
     def recall(self, slot: int, start: int, stop: int) -> Tensor:
-        """What positions start..stop-1 were made from, i32 [1+K, T], copied."""
+        """What positions start..stop-1 were made from, i32 [1+K, T]."""
         assert self.history is not None
-        return self.history[slot, start:stop].t().clone()
+        return self.history[slot, start:stop].t().contiguous()
 
     def read(self, slot: int, length: int) -> Tensor:
         """Positions 0..length-1 of a slot, copied: [L, 2, H_kv, length, D]."""

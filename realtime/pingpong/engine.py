@@ -316,8 +316,9 @@ def _new_cache(
             f"the KV cache has {num_pages} pages of {page_size} positions, one context of "
             f"{max_positions} positions needs {num_needed} (page 0 is never used)"
         )
+    is_dialogue = model.serving.context == "dialogue"
     return model.dual_ar.new_cache(
-        num_slots, max_positions, page_size=page_size, num_pages=num_pages
+        num_slots, max_positions, page_size=page_size, num_pages=num_pages, has_history=is_dialogue
     )
 
 

@@ -3,8 +3,9 @@
 Pages are reserved before they are written: those of a prefix, and those of a closed segment with
 all its frames, at once, so that whoever has begun also comes to an end. Text that still grows takes
 what is free. Who finds the pool empty waits its turn, and may take the pages of slots that say
-nothing at the moment: those come back with their prefix alone, loaded anew together with all that
-their next segment needs, so that slots cannot take each other's pages in turn for ever.
+nothing at the moment. Those make their KV again when they need it, from the inputs that the cache
+remembers; they reserve for that and for their next segment at once, so that slots cannot take each
+other's pages in turn for ever.
 """
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from model.speech_model import SpeechModel
 from realtime.pingpong.device import Event, Upload
 from realtime.pingpong.memory import Memory
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
-from realtime.pingpong.tenants import NOTHING_TO_DO, Prefix, Tenant
+from realtime.pingpong.tenants import CONTEXT_WAITS, Prefix, Tenant
 
 
 class KvWriter:
@@ -39,6 +40,7 @@ class KvWriter:
             cache, self.allocator, self.prefixes, self._reclaim, on_change=self.try_again
         )
         self.num_positions = 0  # written so far, for metrics
+        self.num_stripped = 0  # times that a slot lost its pages
 
     def is_able(self, tenant: Tenant) -> bool:
         """Whether it is worth trying to go on with it."""
@@ -60,12 +62,42 @@ class KvWriter:
 
     def write(self, tenant: Tenant, rows: Tensor, base: int, start: int, stop: int) -> None:
         """Write rows[:, start:stop] to the slot's positions from `base + start` on."""
-        if stop <= start:
-            return
+        if stop > start:
+            chunk = self._uploaded(rows, start, stop)
+            self._cache.remember(tenant.slot.idx, base + start, chunk)
+            self._prefill(tenant, chunk, base + start)
+
+    def _uploaded(self, rows: Tensor, start: int, stop: int) -> Tensor:
         (chunk,) = self._upload(rows[:, start:stop].flatten().numpy())
-        chunk = chunk.view(rows.shape[0], stop - start)
-        self._model.dual_ar.prefill(chunk, self._cache, tenant.slot.idx, base + start)
-        self.num_positions += stop - start
+        return chunk.view(rows.shape[0], stop - start)
+
+    def _prefill(self, tenant: Tenant, rows: Tensor, start: int) -> None:
+        self._model.dual_ar.prefill(rows, self._cache, tenant.slot.idx, start)
+        self.num_positions += rows.shape[1]
+
+    def restore(self, tenant: Tenant, length: int, *, is_urgent: bool) -> bool:
+        """Do the next thing to have the slot's whole context in the KV, with pages for its first
+        `length` positions if it is not. True: it is."""
+        assert tenant.prefix is not None, tenant
+        if not self.load(tenant, tenant.prefix, length):
+            return False
+        start, idx = tenant.num_in_kv, tenant.slot.idx
+        if start == tenant.context_length:
+            return True
+        if not self.reserve(tenant, length, is_urgent=is_urgent):
+            return False
+        stop = self.next_stop(start, tenant.context_length)
+        self._prefill(tenant, self._cache.recall(idx, start, stop), start)
+        tenant.num_in_kv, tenant.has_reserved = stop, stop < tenant.context_length
+        return not tenant.has_reserved
+
+    def shorten(self, tenant: Tenant, num_kept: int, num_lead: int) -> None:
+        """See `Tenant.drop_oldest`; what is kept is made again (`restore`) where it belongs now."""
+        end, idx = tenant.context_length, tenant.slot.idx
+        cut = tenant.drop_oldest(num_kept, num_lead)
+        self._cache.move_history(idx, cut, end, tenant.prefix_length)
+        if tenant.key_in_kv is not None:
+            self.memory.trim(idx, tenant.prefix_length)
 
     def load(self, tenant: Tenant, prefix: Prefix, length: int) -> bool:
         """Do the next thing to make the slot's KV begin with the prefix, and to have pages for its
@@ -81,13 +113,14 @@ class KvWriter:
             return False
         tenant.has_reserved, prefix.was_cached = True, False
         stop = self.next_stop(prefix.num_done, prefix.length)
-        self.write(tenant, prefix.rows, 0, prefix.num_done, stop)
+        self._prefill(tenant, self._uploaded(prefix.rows, prefix.num_done, stop), prefix.num_done)
         prefix.num_done = stop
         if stop < prefix.length:
             return False
         self.prefixes.num_misses += 1
         self.prefixes.add(prefix.key, self._cache.pages(tenant.slot.idx), prefix.length)
-        tenant.key_in_kv, tenant.has_reserved, prefix.num_done = prefix.key, False, 0
+        tenant.has_reserved, prefix.num_done = False, 0
+        tenant.key_in_kv, tenant.num_in_kv = prefix.key, prefix.length
         return True
 
     def _take_from_cache(self, tenant: Tenant, prefix: Prefix, length: int) -> bool:
@@ -96,7 +129,8 @@ class KvWriter:
         tenant.forget_kv()
         if cached is not None and self.memory.start_from(idx, cached, length):
             self.prefixes.num_hits += 1
-            tenant.key_in_kv, prefix.was_cached = prefix.key, True
+            prefix.was_cached = True
+            tenant.key_in_kv, tenant.num_in_kv = prefix.key, prefix.length
             return True
         self.memory.trim(idx, 0)
         if cached is not None or self._is_being_loaded(prefix.key):
@@ -153,8 +187,8 @@ class KvWriter:
         self.memory.trim(tenant.slot.idx, 0)
 
     def _reclaim(self, needy: int) -> bool:
-        """Strip one slot: the one that has said nothing for longest. One that waits itself, or
-        whose text grows, only while nobody is under way whose pages will come back."""
+        """Take all pages of one slot: of the one that has said nothing for longest. Of one that
+        waits itself, or whose text grows, only while nobody is under way whose pages come back."""
         tenants = list(self._tenants.values())
         idle = [
             tenant
@@ -163,11 +197,13 @@ class KvWriter:
         ]
         victim = max(idle, key=Tenant.urgency, default=None)
         if victim is None or (
-            victim.urgency() != NOTHING_TO_DO and any(tenant.is_under_way for tenant in tenants)
+            victim.urgency() < CONTEXT_WAITS and any(tenant.is_under_way for tenant in tenants)
         ):
             return False
-        victim.strip()
+        victim.forget_kv()
+        victim.start_context(victim.context_length)
         self.memory.trim(victim.slot.idx, 0)
+        self.num_stripped += 1
         return True
 
     def _has_pages(self, tenant: Tenant) -> bool:

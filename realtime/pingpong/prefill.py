@@ -42,7 +42,15 @@ from realtime.pingpong.prefix_cache import prefix_key
 from realtime.pingpong.prompt_rows import PromptRows, num_common
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import Join, Returned
-from realtime.pingpong.tenants import NOTHING_TO_DO, Prefix, Segment, Span, Tenant, Turn
+from realtime.pingpong.tenants import (
+    CONTEXT_WAITS,
+    NOTHING_TO_DO,
+    Prefix,
+    Segment,
+    Span,
+    Tenant,
+    Turn,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +114,7 @@ class PrefillLoop:
             logger.exception("prefill failed in %s", slot)
             self._fail(slot, f"{type(error).__name__}: {error}")
         tenant = self._tenants.get(slot.idx)
-        if tenant is None or tenant.urgency() == NOTHING_TO_DO:
+        if tenant is None or tenant.urgency() >= CONTEXT_WAITS:
             self.kv.memory.leave(slot.idx)
 
     # ------------------------------------------------------------------ messages
@@ -178,6 +186,8 @@ class PrefillLoop:
         if tenant.is_closing:
             self._drop(tenant)
             return
+        tenant.exchanges.append(tenant.context_length)
+        tenant.num_in_kv = returned.kv_length
         span = Span(returned.first_kv, returned.kv_length, returned.num_frames)
         if tenant.cancelled is not None:
             (cancelled, heard_frames), tenant.cancelled = tenant.cancelled, None
@@ -200,6 +210,7 @@ class PrefillLoop:
         if turn is None or not turn.is_over:
             return
         tenant.turn, tenant.last_turn = None, turn
+        self._shorten_if_long(tenant)
         self._emit(TurnEnd(tenant.slot, turn.turn_id, turn.num_frames, turn.stamps_ns, 0, 0.0))
 
     def _forget(self, tenant: Tenant, turn: Turn, heard_frames: int) -> None:
@@ -212,6 +223,13 @@ class PrefillLoop:
         is_dialogue = self._model.serving.context == "dialogue"
         tenant.start_context(kv_length if is_dialogue else tenant.prefix_length)
         self.kv.trim(tenant)
+
+    def _shorten_if_long(self, tenant: Tenant) -> None:
+        """A dialogue that fills three quarters of its room keeps half, made again before the next
+        turn needs it, as it seems."""
+        room = self._rows.room_after(tenant.prefix_length)
+        if tenant.context_length - tenant.prefix_length > room * 3 // 4:
+            self.kv.shorten(tenant, room // 2, self._rows.num_lead)
 
     def _drop(self, tenant: Tenant) -> None:
         del self._tenants[tenant.slot.idx]
@@ -228,8 +246,8 @@ class PrefillLoop:
     # ------------------------------------------------------------------ work
 
     def _most_urgent(self) -> Tenant | None:
-        """Closed text first (somebody waits for audio), then new voices, then growing text; among
-        equals, the one that has waited longest."""
+        """Closed text first (somebody waits for audio), then new voices, then growing text, then
+        what was shortened; among equals, the one that has waited longest."""
         able = filter(self.kv.is_able, self._tenants.values())
         tenant = min(able, key=Tenant.urgency, default=None)
         return None if tenant is None or tenant.urgency() == NOTHING_TO_DO else tenant
@@ -243,7 +261,9 @@ class PrefillLoop:
             self._advance_opening(tenant, tenant.opening)
             return
         turn = tenant.turn
-        assert turn is not None and turn.current is not None, tenant
+        if turn is None or turn.current is None:
+            self.kv.restore(tenant, tenant.context_length, is_urgent=False)
+            return
         segment = turn.current
         if tenant.prepared != (segment.text, segment.is_closed):
             self._prepare(tenant, turn, segment)
@@ -251,12 +271,11 @@ class PrefillLoop:
             if segment.is_closed:
                 self._skip_segment(tenant, turn)
             return
-        assert tenant.prefix is not None, tenant
         num_wanted = tenant.rows.shape[1] - int(segment.is_closed)  # the last row is decode's
         stop = self.kv.next_stop(tenant.num_done, num_wanted)
         num_frames = self._model.serving.max_frames
         length = tenant.context_length + (num_wanted + num_frames if segment.is_closed else stop)
-        if not self.kv.load(tenant, tenant.prefix, length):  # it may have been taken away
+        if not self.kv.restore(tenant, length, is_urgent=True):
             return
         if not self.kv.reserve(tenant, length, is_urgent=segment.is_closed):
             return
@@ -271,13 +290,13 @@ class PrefillLoop:
             rows = self._rows.prefix(opening.voices, opening.prompt)
             tenant.opening_prefix = Prefix(rows, prefix_key(rows))
         prefix = tenant.opening_prefix
-        is_same = tenant.key_in_kv == prefix.key
+        is_same = tenant.prefix is not None and tenant.prefix.key == prefix.key
         if not self.kv.load(tenant, prefix, prefix.length):
             return
         tenant.prefix, tenant.opening, tenant.opening_prefix = prefix, None, None
-        # Voice and prompt stay: the dialogue goes on.
+        if not is_same:  # else the dialogue goes on
+            tenant.exchanges, tenant.last_turn = [], None
         tenant.start_context(tenant.context_length if is_same else tenant.prefix_length)
-        tenant.last_turn = tenant.last_turn if is_same else None
         tenant.sampling, tenant.max_lead_ns = opening.sampling, opening.max_lead_ms * 1_000_000
         if tenant.turn is not None:
             tenant.turn.start_length = tenant.context_length
@@ -297,16 +316,16 @@ class PrefillLoop:
         """Rows of the segment as it is now; what is in the KV already and still fits is kept."""
         spoken = self._model.front_end(segment.text)
         old = tenant.rows
-        tenant.prepared = (segment.text, segment.is_closed)
         if segment.is_closed:
             for warning in spoken.warnings:
                 self._emit(EngineWarning(tenant.slot, turn.turn_id, "text_changed", warning))
-        if not spoken.phonemes.strip():
+        if spoken.phonemes.strip():
+            tenant.rows = self._segment_rows(tenant, turn, spoken.phonemes, segment.is_closed)
+            num_shared = 0 if old is None else num_common(old, tenant.rows)
+            tenant.num_done = min(tenant.num_done, num_shared)
+        else:
             tenant.rows, tenant.num_done = None, 0
-            return
-        tenant.rows = self._segment_rows(tenant, turn, spoken.phonemes, segment.is_closed)
-        num_shared = 0 if old is None else num_common(old, tenant.rows)
-        tenant.num_done = min(tenant.num_done, num_shared)
+        tenant.prepared = (segment.text, segment.is_closed)
 
     def _segment_rows(self, tenant: Tenant, turn: Turn, phonemes: str, is_closed: bool) -> Tensor:
         is_first = tenant.context_length == tenant.prefix_length
@@ -314,8 +333,9 @@ class PrefillLoop:
             phonemes, tenant.context_length, is_first=is_first, is_closed=is_closed
         )
         if made.num_needed > made.room and not is_first:  # the context is full
-            turn.forget(tenant.prefix_length)
-            tenant.context_length, tenant.num_done = tenant.prefix_length, 0
+            num_kept = tenant.context_length - tenant.prefix_length - made.num_needed + made.room
+            half = self._rows.room_after(tenant.prefix_length) // 2
+            self.kv.shorten(tenant, min(num_kept, half), self._rows.num_lead)
             return self._segment_rows(tenant, turn, phonemes, is_closed)
         if made.num_needed > made.room and is_closed:  # once: it is made anew whenever it has grown
             message = (

@@ -25,6 +25,7 @@ class PromptRows:
     def __init__(self, model: SpeechModel, max_positions: int) -> None:
         self._model = model
         self._max_positions = max_positions
+        self.num_lead = model.prompt.next_turn().shape[1]  # what parts an exchange from the last
 
     def prefix(self, voices: tuple[VoicePrompt, ...], prompt: str) -> Tensor:
         """Rows of the speaker reference and prompt.
@@ -33,13 +34,17 @@ class PromptRows:
             PromptError: they leave no room for a text, or do not fit the model's prompt format.
         """
         rows = prefix_rows(self._model, voices, prompt)
-        room = self._max_positions - self._model.serving.max_frames - MIN_TEXT_POSITIONS
+        room = self.room_after(MIN_TEXT_POSITIONS)
         if rows.shape[1] > room:
             raise PromptError(
                 f"voice and prompt need {rows.shape[1]} positions, there is room for {room}; "
                 "use a shorter reference clip, reference text or prompt"
             )
         return rows
+
+    def room_after(self, context_length: int) -> int:
+        """Positions for a text after the context, and besides the frames that answer it."""
+        return self._max_positions - context_length - self._model.serving.max_frames
 
     def segment(
         self, phonemes: str, context_length: int, *, is_first: bool, is_closed: bool
@@ -48,7 +53,7 @@ class PromptRows:
         prompt = self._model.prompt
         lead = [] if is_first else [prompt.next_turn()]
         text, header = prompt.user_text(phonemes), prompt.assistant_header()
-        room = self._max_positions - context_length - self._model.serving.max_frames
+        room = self.room_after(context_length)
         num_needed = sum(part.shape[1] for part in [*lead, text, header])
         if num_needed > room:
             text = text[:, : max(1, text.shape[1] - (num_needed - room))]

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from realtime.pingpong.messages import OpenSlot, SamplingParams, SlotRef
 
-# Urgencies, most urgent first: somebody waits for audio; a new voice; text that still grows.
-AUDIO_WAITS, VOICE_WAITS, TEXT_GROWS, NOTHING_TO_DO = range(4)
+# Urgencies, most urgent first: somebody waits for audio; a new voice; text that still grows; the KV
+# of a context that was shortened.
+AUDIO_WAITS, VOICE_WAITS, TEXT_GROWS, CONTEXT_WAITS, NOTHING_TO_DO = range(5)
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Turn:
     next_segment: int = 0
     num_frames: int = 0
     spans: list[Span] = field(default_factory=list)
-    num_forgotten_frames: int = 0  # the first ones, dropped when the context was full
+    num_forgotten_frames: int = 0  # the first ones, dropped when the context grew too long
     stamps_ns: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -57,9 +58,16 @@ class Turn:
             num_left -= span.num_frames
         return length
 
-    def forget(self, length: int) -> None:
-        """The KV starts afresh after the context's first `length` positions."""
-        self.start_length, self.num_forgotten_frames, self.spans = length, self.num_frames, []
+    def drop_between(self, prefix_length: int, cut: int) -> None:
+        """Positions prefix_length..cut-1 of the context are no more."""
+        num_dropped = cut - prefix_length
+        old = [span for span in self.spans if span.first_kv < cut]
+        self.num_forgotten_frames += sum(span.num_frames for span in old)
+        self.spans = [
+            Span(span.first_kv - num_dropped, span.end_kv - num_dropped, span.num_frames)
+            for span in self.spans[len(old) :]
+        ]
+        self.start_length = max(prefix_length, self.start_length - num_dropped)
 
 
 @dataclass(slots=True)
@@ -91,6 +99,8 @@ class Tenant:
     key_in_kv: bytes | None = None  # of the prefix that the KV begins with now; None: with none
     has_reserved: bool = False  # all pages of the prefix, or of the closed segment, that is next
     context_length: int = 0  # prefix, and in dialogue context the exchanges after it
+    exchanges: list[int] = field(default_factory=list)  # where each begins, one per segment
+    num_in_kv: int = 0  # positions of the context, if the KV begins with its prefix
     rows: Tensor | None = None  # i32 [1+K, T] (host), what is (partly) prefilled after the context
     num_done: int = 0
     prepared: tuple[str, bool] | None = None  # the (text, is_closed) that `rows` was made from
@@ -119,6 +129,12 @@ class Tenant:
         is_turn_over = self.turn is None or self.turn.turn_id != self.opening_after
         return self.opening is not None and is_turn_over
 
+    @property
+    def is_context_in_work(self) -> bool:
+        """It was shortened and is being made again. What was taken away altogether is made again
+        when it is needed."""
+        return self.key_in_kv is not None and self.num_in_kv < self.context_length
+
     def urgency(self) -> int:
         if self.is_decoding:
             return NOTHING_TO_DO
@@ -126,31 +142,49 @@ class Tenant:
             return VOICE_WAITS
         segment = self.turn.current if self.turn is not None else None
         if segment is None:
-            return NOTHING_TO_DO
+            return CONTEXT_WAITS if self.is_context_in_work else NOTHING_TO_DO
         if segment.is_closed:
             return AUDIO_WAITS
         is_stale = self.prepared != (segment.text, False)
         is_behind = self.rows is not None and self.num_done < self.rows.shape[1]
         return TEXT_GROWS if is_stale or is_behind else NOTHING_TO_DO
 
-    def strip(self) -> None:
-        """The KV is gone; it will be the prefix alone when it is loaded again."""
-        self.forget_kv()
-        if self.turn is not None:
-            self.turn.forget(self.prefix_length)
-        self.last_turn = None
-        self.start_context(self.prefix_length)
-
     def forget_kv(self) -> None:
-        """Nothing is in the KV."""
-        self.key_in_kv = None
+        """Nothing is in the KV. The context stays what it is."""
+        self.key_in_kv, self.num_in_kv = None, 0
         for prefix in (self.prefix, self.opening_prefix):
             if prefix is not None:
                 prefix.num_done = 0
 
     def start_context(self, length: int) -> None:
-        """The KV is valid up to `length`; nothing of a segment is prefilled behind it."""
+        """The context ends at `length`; nothing of a segment is prefilled behind it."""
         self.context_length, self.has_reserved = length, False
+        self.num_in_kv = min(self.num_in_kv, length)
+        self.exchanges = [start for start in self.exchanges if start < length]
         if self.prefix is not None:
             self.prefix.num_done = 0
         self.rows, self.num_done, self.prepared = None, 0, None
+
+    def drop_oldest(self, num_kept: int, num_lead: int) -> int:
+        """Drop exchanges, oldest first, until `num_kept` positions or fewer are left behind the
+        prefix. The first `num_lead` positions of an exchange part it from the one before, so that
+        what becomes the first exchange loses them.
+
+        Returns:
+            Where what is left was before; it now comes right after the prefix, and is not in the KV.
+        """
+        prefix_length, end = self.prefix_length, self.context_length
+        starts = [
+            start
+            for start in self.exchanges
+            if start > prefix_length and end - (start + num_lead) <= num_kept
+        ]
+        cut = starts[0] + num_lead if starts else end
+        num_dropped = cut - prefix_length
+        for turn in (self.turn, self.last_turn):
+            if turn is not None:
+                turn.drop_between(prefix_length, cut)
+        self.exchanges = [max(prefix_length, start - num_dropped) for start in starts]
+        self.start_context(end - num_dropped)
+        self.num_in_kv = min(self.num_in_kv, prefix_length)
+        return cut

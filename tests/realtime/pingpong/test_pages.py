@@ -28,6 +28,7 @@ from tests.support.engine import (
     tiny_model,
     voice,
 )
+from tests.support.recorder import TIMEOUT_S
 
 PAGE = 8
 TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
@@ -137,7 +138,9 @@ def test_a_segment_gives_back_what_it_did_not_need() -> None:
         num_before = engine.stats()["kv_pages_used"]
         engine.set_blocked(slot, True)
         start_turn(engine, slot, 0, "hello.")
+        end_s = time.monotonic() + TIMEOUT_S
         while not engine._decode._streams:
+            assert time.monotonic() < end_s
             time.sleep(0.001)
         assert engine.stats()["kv_pages_used"] >= num_before + 100 // PAGE
         engine.set_blocked(slot, False)
@@ -149,14 +152,19 @@ def test_a_barge_in_keeps_the_pages_of_what_was_heard() -> None:
     model = tiny_model(context="dialogue", max_frames=40)
     with running(model, num_slots=1, kv_page_size=PAGE) as (engine, recorder):
         slot = open_slot(engine, recorder)
+        num_cached_only = engine.stats()["kv_pages_used"] - len(pages_of(engine, slot))
         start_turn(engine, slot, 0, "a long first turn", "and more", "and more of it")
         recorder.wait(FramePcm)
         slot = engine.slots.bump(slot)
         engine.submit(CancelTurn(slot, 0, heard_frames=1))
-        speak(engine, recorder, slot, 1)
         tenant = engine._prefill._tenants[slot.idx]
-        assert tenant.context_length > tenant.prefix_length
+        end_s = time.monotonic() + TIMEOUT_S
+        while tenant.context_length == tenant.prefix_length:
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
+        speak(engine, recorder, slot, 1)  # whoever answers that has done all that came before
         assert len(pages_of(engine, slot)) == -(-tenant.context_length // PAGE)
+        assert len(pages_of(engine, slot)) == engine.stats()["kv_pages_used"] - num_cached_only
 
 
 def test_poison_in_free_pages_is_never_heard() -> None:
