@@ -68,7 +68,7 @@ def test_what_loading_took_is_said_of_large_models(
     monkeypatch.setattr("realtime.cli.serve._WORTH_A_LINE_BYTES", 0)
     load_engine(config(models["files"], max_context=512)).stop()
     line = capsys.readouterr().out
-    assert line.startswith("Loaded files on cpu: 0.00 GB in ") and line.endswith(" GB/s)\n")
+    assert line.startswith("Loaded files on cpu: 0.01 GB in ") and line.endswith(" GB/s)\n")
 
 
 @pytest.mark.parametrize(
