@@ -218,14 +218,16 @@ def launch(
     tensor_map, rows, scale = _rows(x, plan)
     num_blocks = weight.data.shape[1]
     cluster = plan.cluster(is_gate_up, is_fp8)
-    num_ctas = weight.data.shape[0] // plan.warpgroups * plan.split
-    assert num_ctas % cluster == 0, (plan, tuple(weight.data.shape))
+    row_tiles = weight.data.shape[0]
+    assert row_tiles % plan.warpgroups == 0, (plan, row_tiles)
+    num_ctas = row_tiles // plan.warpgroups * plan.split
+    assert num_ctas % cluster == 0, (plan, num_ctas)
     kernel = nvrtc.kernel(
         "linear.cu", "linear", defines=plan.defines(is_fp8, is_gate_up, num_columns)
     )
     kernel.launch(
         (num_ctas, ceil_div(num_rows, plan.cols)),
-        (128 * plan.warpgroups + 32,),
+        (plan.threads,),
         [
             tensor_map,
             rows,
@@ -287,8 +289,7 @@ def _rows(x: Input, plan: Plan) -> tuple[ctypes.Array[ctypes.c_uint64], _Rows, T
     if plan.is_direct:
         assert len(values) <= plan.cols, (values.shape, plan)
         return _NO_TENSOR_MAP, _Rows(values.data_ptr(), None, 0.0, *values.shape), scale
-    box_rows = plan.cols // plan.share
-    tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), box_rows)
+    tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), plan.cols)
     return tensor_map, _NO_ROWS, scale
 
 

@@ -103,10 +103,6 @@ DEVICE u32 cluster_address(u32 address, u32 rank) {
   return mapped;
 }
 
-DEVICE void cluster_barrier_arrive(u32 mapped) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
-}
-
 DEVICE float cluster_load(u32 address) {
   float value;
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");

@@ -13,9 +13,8 @@
 // WARPGROUPS, STAGES, SPLIT, GATE_UP (rows are 8 of gate, 8 of up, ...; SwiGLU; fp8 is quantised
 // again, for which the CTAs of 128 features form a cluster), NORM (not 0: x is bf16 and each CTA
 // normalises these many rows itself, 8 values x ITEMS per thread), DIRECT (the CTA's part of x is loaded
-// at once, without the copy engine; one CTA has all rows), SHARE (CTAs of neighbouring tiles
-// and the same K that share what they fetch of x; a cluster is SHARE * SPLIT), BLOCKS_PER_SM (CTAs an SM must have registers
-// for).
+// at once, without the copy engine; one CTA has all rows), BLOCKS_PER_SM (CTAs an SM must have
+// registers for).
 
 #include "linear_epilogue.cuh"
 #include "linear_rows.cuh"
@@ -25,13 +24,6 @@ namespace {
 struct alignas(64) TensorMap {
   u64 opaque[16];
 };
-
-constexpr u32 sharers() {
-  u32 mask = 0;
-  for (int i = 0; i < SHARE; ++i) mask |= 1u << i * SPLIT;
-  return mask;
-}
-constexpr u32 kSharers = sharers();  // ranks in the cluster that share with rank 0
 
 struct Shared {
   u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole if resident
@@ -44,7 +36,6 @@ struct Problem {
   int scale_stride;
   int tile, begin, end;  // of this CTA: its first row tile / WARPGROUPS, its K tiles
   int first_row;         // of x
-  int rank;              // in the cluster
   int prefetch;          // K tiles asked into the L2 beyond the ring before waiting
 };
 
@@ -62,31 +53,17 @@ DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int 
                        tile_address(p, group, block), kTileBytes, barrier);
 }
 
-// Of SHARE CTAs with the same K each fetches its share of the rows, for all of them.
 DEVICE void load_activations(const Shared& shared, const Problem& p, const TensorMap& map, int block,
                              int stage) {
   if (kIsResident) return;
   const u32 barrier = shared.full + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, COLS) * 4 : 0;
   barrier_expect(barrier, kActBytes + scale_bytes);
-  const u32 target = shared.operand + stage * kStageBytes;
-  const int column = block * (IS_FP8 ? 128 : 64);
-  if constexpr (SHARE > 1) {
-    constexpr int kShare = COLS / SHARE;
-    const int offset = p.rank / SPLIT * kShare;
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target + offset * 128),
-        "l"(&map), "r"(column), "r"(p.first_row + offset), "r"(barrier),
-        "h"(static_cast<unsigned short>(kSharers << p.rank % SPLIT))
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-        "%3}], [%4];" ::"r"(target),
-        "l"(&map), "r"(column), "r"(p.first_row), "r"(barrier)
-        : "memory");
-  }
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(shared.operand + stage * kStageBytes),
+      "l"(&map), "r"(block * (IS_FP8 ? 128 : 64)), "r"(p.first_row), "r"(barrier)
+      : "memory");
   if (IS_FP8)
     bulk_copy(shared.scales + stage * COLS * 4,
               p.act_scales + static_cast<i64>(block) * p.scale_stride + p.first_row, scale_bytes,
@@ -103,25 +80,43 @@ DEVICE void prefetch_weights(const Problem& p, int begin) {
                  : "memory");
 }
 
-// One thread: fills the ring with weights, waits for the kernels before, then keeps it full.
-DEVICE void produce(const Shared& shared, const Problem& p, const TensorMap& map) {
-  const int filled = min(p.begin + STAGES, p.end);
-  for (int block = p.begin; block < filled; ++block) load_weights(shared, p, block, block - p.begin);
-  prefetch_weights(p, filled);
-  if (!kIsResident) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-    wait_for_previous_kernels();
+struct Stage {
+  int index = 0, parity = 0;
+  DEVICE void advance() {
+    if (++index == STAGES) index = 0, parity ^= 1;
   }
-  for (int block = p.begin; block < filled; ++block)
-    load_activations(shared, p, map, block, block - p.begin);
-  int stage = 0, parity = 0;
-  for (int block = filled; block < p.end; ++block) {
-    barrier_wait(shared.empty + stage * 8, parity);
-    load_weights(shared, p, block, stage);
-    load_activations(shared, p, map, block, stage);
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+};
+
+// One thread's work: fills the ring with weights, waits for the kernels before, keeps the ring full.
+struct Producer {
+  const Shared& shared;
+  const Problem& p;
+  const TensorMap& map;
+  int next;  // block to load
+  Stage stage;
+
+  DEVICE void fill() {
+    next = min(p.begin + STAGES, p.end);
+    for (int block = p.begin; block < next; ++block) load_weights(shared, p, block, block - p.begin);
+    prefetch_weights(p, next);
+    if (!kIsResident) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+      wait_for_previous_kernels();
+    }
+    for (int block = p.begin; block < next; ++block)
+      load_activations(shared, p, map, block, block - p.begin);
   }
-}
+
+  // Loads the blocks before `end`, whose stages are free, or will be soon.
+  DEVICE void refill(int end) {
+    for (; next < min(end, p.end); ++next) {
+      barrier_wait(shared.empty + stage.index * 8, stage.parity);
+      load_weights(shared, p, next, stage.index);
+      load_activations(shared, p, map, next, stage.index);
+      stage.advance();
+    }
+  }
+};
 
 // acc += part * (weight scale * activation scale): the sums of one block of 128, of kPart columns.
 DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[kPart / 2], int first_unit,
@@ -150,25 +145,11 @@ DEVICE void multiply(float (&d)[N / 2], u32 weights, u32 activations, bool accum
   for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// This warp is done with a stage; all CTAs that write into it must know.
-DEVICE void release(u32 barrier, int rank, int lane) {
-  if (SHARE == 1) {
-    if (lane == 0) barrier_arrive(barrier);
-  } else if (lane < SHARE) {
-    cluster_barrier_arrive(cluster_address(barrier, lane * SPLIT + rank % SPLIT));
-  }
-}
-
-struct Stage {
-  int index = 0, parity = 0;
-  DEVICE void advance() {
-    if (++index == STAGES) index = 0, parity ^= 1;
-  }
-};
-
 // The sums over this CTA's part of K, in the register layout of wgmma.cuh.
+// `refill(n)` is called when all warps are about to be done with n blocks.
+template <typename Refill>
 DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* tile_scales,
-                    const float2* act_scales, int num_blocks, int group, int rank, int lane) {
+                    const float2* act_scales, int num_blocks, int group, int lane, Refill refill) {
   Stage stage;
   for (int first = 0; first < num_blocks; first += kBatch) {
     float parts[IS_FP8 ? kBatch : 1][kPart / 2];
@@ -203,19 +184,26 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
         add_scaled(acc, parts[i], kUnits - kPart / 8, tile_scales[(first + i) * WARPGROUPS + group],
                    act_scales + (kIsResident ? first + i : done.index) * (COLS / 2), lane);
       __syncwarp();
-      release(shared.empty + done.index * 8, rank, lane);
+      if (lane == 0) barrier_arrive(shared.empty + done.index * 8);
       done.advance();
     }
+    refill(first);
   }
 }
 
 // From here to the last barrier the CTAs of the cluster may write into each other's exchange.
 DEVICE void open_exchange() {
+  if (kCluster == 1) return;
   if (kExchangesInRing) cluster_arrive();
   cluster_wait();
 }
 
-DEVICE void close_exchange() { cluster_arrive(), cluster_wait(); }
+DEVICE void close_exchange() {
+  if (kCluster == 1)
+    consumers_sync();
+  else
+    cluster_arrive(), cluster_wait();
+}
 
 DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, const Output& o, int tile,
                    int rank, int warp, int lane) {
@@ -233,7 +221,7 @@ DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, cons
       store_bf16_tile(h, ring, o, tile * kFeatures, warp, lane);
     }
   } else if constexpr (SPLIT > 1) {
-    const int first = tile * kRows + rank % SPLIT * kGroups * 8;
+    const int first = tile * kRows + rank * kGroups * 8;
     bf16 residuals[kPairs][2] = {};
     open_exchange();
     send_partial_sums(acc, shared_address(exchange), o.num_rows, rank, warp, lane);
@@ -242,7 +230,6 @@ DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, cons
     store_summed(reinterpret_cast<float2*>(exchange), residuals, o, first, warp, lane);
   } else {
     store_whole(acc, o, tile * kRows, warp, lane);
-    if (kCluster > 1) open_exchange(), close_exchange();  // others may still report to this CTA
   }
 }
 
@@ -262,22 +249,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   u64* barriers = reinterpret_cast<u64*>(own_exchange + (kExchangesInRing ? 0 : kExchangeBytes / 4));
   float2* block_scales = reinterpret_cast<float2*>(barriers + 2 * STAGES);  // [blocks][WARPGROUPS]
 
-#ifndef LATE
   let_next_kernel_start();
-#endif
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
-  const int tile = SPLIT == 1 ? blockIdx.x : blockIdx.x / kCluster * SHARE + rank / SPLIT;
-  const int first_row = blockIdx.y * COLS;
-  const int begin = SPLIT > 1 ? rank % SPLIT * num_blocks / SPLIT : 0;
-  const int end = SPLIT > 1 ? (rank % SPLIT + 1) * num_blocks / SPLIT : num_blocks;
+  const int tile = blockIdx.x / SPLIT, first_row = blockIdx.y * COLS;
+  const int begin = SPLIT > 1 ? rank * num_blocks / SPLIT : 0;
+  const int end = SPLIT > 1 ? (rank + 1) * num_blocks / SPLIT : num_blocks;
   const Shared shared = {shared_address(ring), shared_address(operand), shared_address(scales),
                          shared_address(barriers), shared_address(barriers + STAGES)};
 
-  if (thread == kConsumers) {
+  if (thread == kThreads - 32) {
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.full + stage * 8, kIsResident ? 1 : 2);  // weights, activations
-      barrier_init(shared.empty + stage * 8, kConsumers / 32 * SHARE);
+      barrier_init(shared.empty + stage * 8, kConsumers / 32);
     }
     barrier_init_fence();
   }
@@ -286,16 +270,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
       block_scales[i] = tile_scales[static_cast<i64>(tile * WARPGROUPS + i % WARPGROUPS) * num_blocks +
                                     begin + i / WARPGROUPS];
   __syncthreads();
-  if (SHARE > 1) cluster_sync();  // the barriers of all CTAs are there
   if (kCluster > 1 && !kExchangesInRing) cluster_arrive();  // this CTA runs, its exchange is there
-  if (warp == kConsumers / 32) {
-    const Problem problem = {tiles, act_scales, num_blocks, output.scale_stride, tile,
-                             begin, end, first_row, rank, prefetch};
-    if (lane == 0) produce(shared, problem, map);
+  const Problem problem = {tiles, act_scales, num_blocks, output.scale_stride, tile,
+                           begin, end, first_row, prefetch};
+  Producer producer = {shared, problem, map};
+  if (kHasProducer && warp == kConsumers / 32) {
+    if (lane == 0) producer.fill(), producer.refill(end);
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();
     return;
   }
+  const bool is_producer = !kHasProducer && thread == kThreads - 32;
+  if (is_producer) producer.fill();
+  __syncwarp();
 
 #if NORM
   float* sums = reinterpret_cast<float*>(block_scales + (IS_FP8 ? most_blocks * WARPGROUPS : 0));
@@ -304,12 +291,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   load_rows(operand, scales, act_scales, output.scale_stride, rows, begin, end, thread);
 #endif
   float acc[COLS / 2] = {};
-  consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), end - begin, warp / 4,
-          rank, lane);
+  consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), end - begin, warp / 4, lane,
+          [&](int done) {
+            if (is_producer) producer.refill(begin + done + STAGES);
+            if (!kHasProducer) __syncwarp();
+          });
   wait_for_previous_kernels();
-#ifdef LATE
-  let_next_kernel_start();
-#endif
 
   const i64 skipped = static_cast<i64>(first_row) * output.num_features;
   output.num_rows = min(output.num_rows - first_row, COLS);

@@ -43,9 +43,8 @@ DEVICE void send_partial_sums(const float (&acc)[COLS / 2], u32 exchange, int nu
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int group = warp * 2 + half;
-    const u32 slot = (rank % SPLIT * kGroups + group % kGroups) * kUnits;
-    const int finisher = rank / SPLIT * SPLIT + group / kGroups;
-    const u32 target = cluster_address(exchange + (slot * 32 + lane) * 8, finisher);
+    const u32 slot = (rank * kGroups + group % kGroups) * kUnits;
+    const u32 target = cluster_address(exchange + (slot * 32 + lane) * 8, group / kGroups);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       if (unit * 8 >= num_rows) break;
