@@ -110,7 +110,13 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--seconds",
         type=_positive_float,
-        help="each level lasts so long (default: --turns; paced levels 20 s)",
+        help="each level lasts so long (default: --turns)",
+    )
+    load.add_argument(
+        "--paced-seconds",
+        type=_positive_float,
+        default=_PACED_S,
+        help="each paced level (default: 20)",
     )
     load.add_argument("--turns", type=_positive_int, default=30, help="per level (default: 30)")
     load.add_argument(
@@ -218,11 +224,10 @@ def _connection(args: argparse.Namespace, url: str) -> Connection:
 
 def _config(args: argparse.Namespace, connection: Connection, voices: dict[float, str]) -> Config:
     closed = partial(Level, "closed", int(args.turns), seconds=args.seconds)
-    paced_s = args.seconds or _PACED_S
     levels = [
         *(closed(concurrency=c) for c in _concurrencies(args)),
         *(Level("open", _open_turns(args, rate), rate_per_s=rate) for rate in args.rate),
-        *(Level("paced", 0, concurrency=n, seconds=paced_s) for n in sorted(args.paced)),
+        *(Level("paced", 0, concurrency=n, seconds=args.paced_seconds) for n in sorted(args.paced)),
         *(
             closed(concurrency=1, voice=voice, axis="reference, s", value=length_s)
             for length_s, voice in sorted(voices.items())

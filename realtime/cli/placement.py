@@ -50,8 +50,8 @@ def place(config: ServerConfig, load: LoadEngine) -> Engine:
 
 
 def has_own_process(config: ServerConfig) -> bool:
-    """A CPU's engine spends its time in the model's own code, and two cores have no room for a
-    process more: measured, it stays in the server's. A GPU's engine is driven by Python."""
+    """A GPU's engine is driven by Python, which it would share with event loop and Opus. A CPU's spends
+    its time in the model's own code, and a small machine has no core for another process."""
     devices = config.devices()
     if len(devices) > 1 or config.engine_process != "auto":
         return len(devices) > 1 or config.engine_process == "yes"

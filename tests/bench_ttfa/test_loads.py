@@ -27,7 +27,7 @@ def sweep(tmp_path: Path, *options: str) -> dict:
 
 
 def test_paced_streams_are_heard_in_real_time_and_cut(tmp_path, capsys) -> None:
-    summary = sweep(tmp_path, "--paced", "3", "--seconds", "2")
+    summary = sweep(tmp_path, "--paced", "3", "--paced-seconds", "2")
     (level,) = summary["levels"]
     assert (level["name"], level["errors"], level["seconds"]) == ("3 paced", {}, 2.0)
     assert level["num_cut"] >= 1, "a stream was under way when the level ended"
@@ -148,14 +148,15 @@ def test_the_hosts_cost_is_told_by_thread(tmp_path, capsys) -> None:
 
 def test_without_matplotlib_the_run_says_so(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("bench_ttfa.__main__.can_plot", lambda: False)
-    sweep(tmp_path, "--paced", "1", "--seconds", "1")
+    sweep(tmp_path, "--paced", "1", "--paced-seconds", "1")
     assert "matplotlib is not installed" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 @pytest.mark.filterwarnings("default")
 def test_every_kind_of_level_is_plotted(tmp_path) -> None:
-    options = ["1", "2", "--rate", "9", "--paced", "1", "--lengths", "20", "40", "--seconds", "1"]
+    options = ["1", "2", "--rate", "9", "--paced", "1", "--lengths", "20", "40"]
+    options += ["--seconds", "1", "--paced-seconds", "1"]
     summary = sweep(tmp_path, *options)
     path = tmp_path / "plot.png"
     plot.plot(summary, path)
