@@ -65,8 +65,8 @@ class TurnQueue:
         return next((turn for turn in self._playing if turn.turn_id == turn_id), None)
 
     def playing_until_ns(self, now_ns: int) -> int:
-        """When the turns that are done will have been heard."""
-        return max((turn.playback_end_ns(now_ns) for turn in self._playing), default=now_ns)
+        """When the turns that are done will have been heard: one after another, so with the last."""
+        return self._playing[-1].playback_end_ns(now_ns) if self._playing else now_ns
 
     def finish(self, turn: Turn, now_ns: int) -> None:
         """The turn is done; while it is heard it can still be found."""
