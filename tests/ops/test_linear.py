@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from ops import linear as packed_linear
-from ops import nvrtc, reference, reference_fp8
-from ops.linear import gate_up_swiglu, linear, pack_bf16, pack_fp8, tile, unpack, untile
+from ops import nvrtc, packing, reference, reference_fp8
+from ops.linear import gate_up_swiglu, linear, pack_bf16, pack_fp8, unpack
 from ops.linear_plans import Plan, plan_for
+from ops.packing import tile, untile
 from ops.quantize import (
     MAX_PENDING_ROWS,
     BlockScaled,
@@ -97,7 +98,7 @@ def test_unpack(kind):
 
 
 def test_the_order_of_gate_and_up_rows():
-    order = packed_linear._gate_up_order(64, torch.device("cpu"))
+    order = packing._gate_up_order(64, torch.device("cpu"))
     assert order[:32].tolist() == [
         *range(0, 8),
         *range(32, 40),
@@ -114,10 +115,10 @@ def test_tile_scales_follow_the_rows_of_the_tiles(num_rows):
     per_row = scale.repeat_interleave(128, 0)[:num_rows]
     tiles = -(-num_rows // 256) * 4
     for is_gate_up in (False, True):
-        tile_scale = packed_linear._tile_scales(scale, num_rows, tiles, is_gate_up)
+        tile_scale = packing._tile_scales(scale, num_rows, tiles, is_gate_up)
         rows = per_row
         if is_gate_up:
-            rows = per_row[packed_linear._gate_up_order(num_rows, scale.device)]
+            rows = per_row[packing._gate_up_order(num_rows, scale.device)]
         expanded = tile_scale.transpose(1, 2)[:, None, :, None, :].expand(-1, 4, -1, 8, -1)
         assert torch.equal(expanded.reshape(tiles * 64, 3)[:num_rows], rows)
 
