@@ -240,6 +240,23 @@ class DualAR(nn.Module):
         rope = self.slow.rope[start : start + num_positions]
         self.slow.remember(self._embed(rows), rope, attend)
 
+    @property
+    def can_prefill_rows(self) -> bool:
+        """Whether `prefill_rows` may be called."""
+        return self._fused is not None
+
+    def prefill_rows(self, rows: Tensor, slots: Tensor, positions: Tensor, cache: KVCache) -> None:
+        """`prefill` for rows of several slots at once, after `use_kernels`. Never waits, and no
+        shape depends on a value.
+
+        Args:
+            rows: i32 [M, 1+K].
+            slots, positions: i64 [M], distinct pairs, but for padding (the dummy slot, position 0).
+                What lies before a row in its slot is written already, or is among the rows.
+        """
+        assert self._fused is not None, "use_kernels comes first"
+        self._fused.prefill_rows(rows, slots, positions, cache)
+
     def join(
         self, state: FrameState, slot: int, row: Tensor, position: int, sampling: Sampling
     ) -> None:
@@ -305,7 +322,8 @@ class DualAR(nn.Module):
     def _decode_hidden(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
         rows, position = state.rows[slots], state.position[slots]
         attend = cache.steps(slots, position)
-        return self.slow(self._embed(rows.t()), self.slow.rope[position], attend)
+        hidden: Tensor = self.slow(self._embed(rows.t()), self.slow.rope[position], attend)
+        return hidden
 
     def _advance(
         self, state: FrameState, slots: Tensor, token: Tensor, codes: Tensor, window: Tensor

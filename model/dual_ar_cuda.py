@@ -146,14 +146,30 @@ class FusedDualAR:
     def prefill(self, rows: Tensor, cache: KVCache, slot: int, start: int) -> None:
         """See `DualAR.prefill`."""
         for begin in range(0, rows.shape[1], MAX_PREFILL_ROWS):
-            chunk = rows[:, begin : begin + MAX_PREFILL_ROWS]
-            self._prefill_chunk(chunk, cache, slot, start + begin)
+            chunk = rows[:, begin : begin + MAX_PREFILL_ROWS].t().contiguous()
+            first, num_rows = start + begin, len(chunk)
+            slots = torch.full((num_rows,), slot, device=rows.device)
+            positions = torch.arange(first, first + num_rows, device=rows.device)
+            self.prefill_rows(chunk, slots, positions, cache, is_span=True)
 
-    def _prefill_chunk(self, rows: Tensor, cache: KVCache, slot: int, start: int) -> None:
-        num_rows = rows.shape[1]
-        slots = torch.full((num_rows,), slot, device=rows.device)
-        positions = torch.arange(start, start + num_rows, device=rows.device)
-        x = self._embed(rows.t().contiguous(), None)
+    def prefill_rows(
+        self,
+        rows: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        *,
+        is_span: bool = False,
+    ) -> None:
+        """Write keys and values of rows of any slots.
+
+        Args:
+            rows: i32 [M, 1+K].
+            slots, positions: i64 [M], distinct pairs, but for padding (the dummy slot, position 0).
+                A row reads all positions of its slot up to its own: what is not among the rows is
+                written already.
+            is_span: all rows are of one slot and their positions rise.
+        """
 
         def append(layer: int, block: FusedBlock, qkv: Tensor) -> Tensor:
             eps, table = block.config.norm_eps, cache.page_table
@@ -162,8 +178,9 @@ class FusedDualAR:
 
         def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
             where = (cache.kv[layer], cache.page_table, slots, positions)
-            return paged_attention(append(layer, block, qkv), *where, block.kind, is_span=True)
+            return paged_attention(append(layer, block, qkv), *where, block.kind, is_span=is_span)
 
+        x = self._embed(rows, None)
         *blocks, last = self._slow.blocks
         for layer, block in enumerate(blocks):
             x = block.forward(x, layer, attend)

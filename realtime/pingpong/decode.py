@@ -15,8 +15,8 @@ import torch
 from model.kv_cache import KVCache
 from model.sampling import SamplingParams as ModelSampling
 from model.speech_model import SpeechModel
-from realtime.pingpong.device import Event, stream_scope
-from realtime.pingpong.frames import DECODE_PRIORITY, FrameRunner
+from realtime.pingpong.device import DECODE_PRIORITY, Event, stream_scope
+from realtime.pingpong.frames import FrameRunner
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import SlotRef
 from realtime.pingpong.pacing import Candidate, ClockTable, pause_ns, rows_to_run

@@ -11,6 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+# Of streams and of the graphs captured for them; lower goes first. Decode fills the device frame
+# after frame, so what is short and waited for, PCM and prefill, has to come before it.
+VOCODE_PRIORITY, PREFILL_PRIORITY, DECODE_PRIORITY = -3, -2, -1
+
 
 class Event:
     """A point in a stream's work. On the CPU all work is done when the call returns."""

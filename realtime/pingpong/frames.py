@@ -18,9 +18,8 @@ from model.dual_ar import DualAR
 from model.frame_state import Frame, FrameState, StartWords
 from model.kv_cache import KVCache
 from ops.graphs import GraphSet, Progress, bucket_sizes
-from realtime.pingpong.device import Event, Upload, host_buffer
+from realtime.pingpong.device import DECODE_PRIORITY, Event, Upload, host_buffer
 
-DECODE_PRIORITY = -1  # of streams; lower goes first: a step late is a step late for everybody
 _MAX_START_BYTES = 1024  # of one stream's state, with where it goes
 
 

@@ -1,0 +1,121 @@
+"""Prefill of several slots in one call, from graphs: what the prefill thread launches.
+
+A packed model runs rows of any slots together, so that the texts of many sessions are one pass over
+the weights, captured once per number of rows. Other models take the pieces one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.dual_ar import DualAR
+from model.kv_cache import KVCache
+from ops.graphs import GraphSet, Progress
+from realtime.pingpong.device import PREFILL_PRIORITY, Upload
+
+SIZES = (8, 16, 32, 64, 128)  # rows of a call
+
+
+class Piece(NamedTuple):
+    """Consecutive positions of a slot."""
+
+    slot: int
+    start: int
+    rows: Tensor | None  # i32 [1+K, T] (host); None: those that the cache's history has
+    num_rows: int  # T
+
+    @classmethod
+    def of(cls, slot: int, start: int, rows: Tensor) -> Piece:
+        return cls(slot, start, rows, rows.shape[1])
+
+
+class PrefillRunner:
+    """One thread, the one that prefills (and start-up)."""
+
+    def __init__(self, model: DualAR, cache: KVCache) -> None:
+        device, width = model.device, 1 + model.config.num_codebooks
+        self._model = model
+        self._cache = cache
+        self._rows = torch.zeros(SIZES[-1], width, dtype=torch.int32, device=device)
+        self._places = torch.zeros(2, SIZES[-1], dtype=torch.int64, device=device)
+        self._places[0] = cache.num_slots
+        self._upload = Upload(SIZES[-1] * (16 + 4 * width), device)
+        self._graphs = GraphSet(device, self._run, SIZES if model.can_prefill_rows else ())
+
+    @property
+    def max_rows(self) -> int:
+        """Of one call, all pieces together."""
+        return SIZES[-1]
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory of the graphs."""
+        return self._graphs.nbytes
+
+    def capture(self, progress: Progress) -> None:
+        """Capture every size (CUDA and packed models only). No slot may be in use."""
+        self._places[0], self._places[1] = self._cache.num_slots, 0
+        self._graphs.capture(progress, priority=PREFILL_PRIORITY)
+
+    def write(self, pieces: Sequence[Piece]) -> None:
+        """Enqueue the pieces' keys and values, and remember what they were made from. Pages must be
+        there; pieces of one slot must follow one another."""
+        if not self._model.can_prefill_rows:
+            for piece in pieces:
+                self._write_alone(piece)
+            return
+        num_rows = sum(piece.num_rows for piece in pieces)
+        assert 0 < num_rows <= self.max_rows, (num_rows, self.max_rows)
+        size = self._graphs.size_for(num_rows)
+        self._place(pieces, size)
+        self._graphs(size)
+
+    def _write_alone(self, piece: Piece) -> None:
+        cache, slot, start, stop = (
+            self._cache,
+            piece.slot,
+            piece.start,
+            piece.start + piece.num_rows,
+        )
+        if piece.rows is None:
+            rows = cache.recall(slot, start, stop)
+        else:
+            (uploaded,) = self._upload(piece.rows.flatten().numpy())
+            rows = uploaded.view(piece.rows.shape)
+            cache.remember(slot, start, rows)
+        self._model.prefill(rows, cache, slot, start)
+
+    def _place(self, pieces: Sequence[Piece], size: int) -> None:
+        """Fill the fixed tensors that the graphs read: one upload, and what only the device has."""
+        width = self._rows.shape[1]
+        slots = np.full(size, self._cache.num_slots, np.int64)
+        positions, rows = np.zeros(size, np.int64), np.zeros((size, width), np.int32)
+        begin = 0
+        recalled = []
+        for piece in pieces:
+            stop = begin + piece.num_rows
+            slots[begin:stop] = piece.slot
+            positions[begin:stop] = np.arange(piece.start, piece.start + piece.num_rows)
+            if piece.rows is None:
+                recalled.append((piece, begin))
+            else:
+                rows[begin:stop] = piece.rows.t().numpy()
+            begin = stop
+        *places, uploaded = self._upload(slots, positions, rows.reshape(-1))
+        for fixed, new in zip(self._places, places, strict=True):
+            fixed[:size].copy_(new)
+        self._rows[:size].copy_(uploaded.view(size, width))
+        for piece, begin in recalled:
+            past = self._cache.recall(piece.slot, piece.start, piece.start + piece.num_rows)
+            self._rows[begin : begin + piece.num_rows].copy_(past.t())
+
+    def _run(self, size: int) -> None:
+        slots, positions = self._places[0, :size], self._places[1, :size]
+        if self._cache.history is not None:
+            self._cache.history.index_put_((slots, positions), self._rows[:size])
+        self._model.prefill_rows(self._rows[:size], slots, positions, self._cache)
