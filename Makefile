@@ -21,7 +21,7 @@ test: check  ## lint, types, layering, then all tests that need no GPU
 	PYTHONASYNCIODEBUG=1 $(BIN)/pytest -m "not gpu"
 
 test-clients: $(CLIENTS)/.installed  ## the agent frameworks (large), in an environment of their own
-	$(CLIENTS)/bin/pytest -W default tests_clients
+	$(CLIENTS)/bin/python -m pytest -W default tests_clients
 
 check: $(VENV)/.installed-dev  ## ruff, ruff format, mypy --strict, layering
 	$(BIN)/ruff check .
@@ -48,10 +48,12 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(BIN)/python $(INSTALL) --editable ".[server,dev]"
 	@touch $@
 
-$(CLIENTS)/.installed: $(VENV)/.installed
+# The frameworks pin what they need; all else, torch above all, is taken from the other environment.
+$(CLIENTS)/.installed: $(VENV)/.installed-dev
 	@echo "Setting up the agent frameworks in $(CLIENTS) ..."
-	@$(BIN)/python -m venv $(CLIENTS)
-	@$(CLIENTS)/bin/python $(INSTALL) torch==2.13.0 || $(CLIENTS)/bin/python $(INSTALL) "torch>=2.11"
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/server.pth"
 	@$(CLIENTS)/bin/python $(INSTALL) --editable ".[server,dev,pipecat,livekit]" \
 		"livekit-plugins-fishaudio>=1.8"
 	@touch $@

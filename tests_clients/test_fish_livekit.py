@@ -77,7 +77,7 @@ async def test_turns_on_one_socket(tmp_path: Path) -> None:
     assert spoken(engine) == " ".join([text] * 3)
     seconds = sum(len(sentence) // 2 for sentence in SENTENCES) * 0.04
     for metrics in collected:
-        assert 0 < metrics.ttfb < 1.0
+        assert 0 < metrics.ttfb < metrics.duration
         assert not metrics.cancelled
         assert metrics.audio_duration == pytest.approx(seconds, abs=0.2)
     print("TTFB by the plugin's own metric, ms:", [round(1000 * m.ttfb) for m in collected])
