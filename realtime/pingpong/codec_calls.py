@@ -15,11 +15,8 @@ from torch import Tensor
 
 from model.codec import Codec
 from ops.graphs import GraphSet, Progress, bucket_sizes
-from realtime.pingpong.device import Event, Upload, host_buffer
+from realtime.pingpong.device import VOCODE_PRIORITY, Event, Upload, host_buffer
 
-VOCODE_PRIORITY = (
-    -2
-)  # of streams; above decode: its calls are short and few, somebody waits for them
 CHUNKS = (1, 2, 4, 8)  # frames of a stream per call
 MAX_CALLS = 2  # in flight: one that runs and one that follows it
 MAX_CALL_FRAMES = 128  # of all streams, where a call has more than one of each: about 3 ms
@@ -81,6 +78,7 @@ class CodecRunner:
         self._batches = {chunk: bucket_sizes(self.max_streams(chunk)) for chunk in chunks}
         sizes = [batch * _KEY + chunk for chunk, sizes in self._batches.items() for batch in sizes]
         self._graphs = GraphSet(device, self._run, sizes)
+        self._is_captured = False
 
     @property
     def graph_bytes(self) -> int:
@@ -105,6 +103,7 @@ class CodecRunner:
         """Capture every size (CUDA only). No stream may be running."""
         self._words.fill_(self.dummy_slot)
         self._graphs.capture(progress, priority=VOCODE_PRIORITY)
+        self._is_captured = bool(self._graphs.sizes)
 
     def place(self, slot: int, frame: int) -> int:
         """Where a slot's frame waits, counted since its stream began."""
@@ -124,15 +123,19 @@ class CodecRunner:
         """Enqueue the decoding of `chunk` frames of each slot, from places [slot, frame]. `done`
         gives the call back."""
         assert len(places) == len(slots) * chunk and chunk <= self.max_chunk, (slots, places)
-        batch = next(size for size in self._batches[chunk] if size >= len(slots))
-        batch = batch if self._graphs.sizes else len(slots)
+        batch = len(slots)
+        if self._is_captured:
+            batch = next(size for size in self._batches[chunk] if size >= batch)
         num_padding = batch - len(slots)
         padding = [self.place(self.dummy_slot, 0)] * (num_padding * chunk)
         words = [*slots, *[self.dummy_slot] * num_padding, *places, *padding]
         (uploaded,) = self._upload_words(np.array(words, np.int64))
-        self._words[: len(words)].copy_(uploaded)
         call = self._calls.pop()
-        call.start(self._graphs(batch * _KEY + chunk)[: len(slots)])
+        if self._is_captured:
+            self._words[: len(words)].copy_(uploaded)
+            call.start(self._graphs(batch * _KEY + chunk)[: len(slots)])
+        else:
+            call.start(self._decode(uploaded, batch, chunk))
         return call
 
     def done(self, call: Call) -> None:
@@ -141,6 +144,9 @@ class CodecRunner:
 
     def _run(self, size: int) -> Tensor:
         batch, chunk = divmod(size, _KEY)
-        slots, places = self._words[:batch], self._words[batch : batch * (1 + chunk)]
+        return self._decode(self._words, batch, chunk)
+
+    def _decode(self, words: Tensor, batch: int, chunk: int) -> Tensor:
+        slots, places = words[:batch], words[batch : batch * (1 + chunk)]
         codes = self._codes.index_select(0, places).view(batch, chunk, -1).transpose(1, 2)
         return self._codec.decode_stream(codes, self._state, slots)
