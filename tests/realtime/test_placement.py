@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,35 @@ def test_serve_goes_on_when_one_of_its_engines_is_killed() -> None:
     assert len(pids) == 1
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_an_engine_does_not_outlive_its_server() -> None:
+    options = ["--model", "tone:1,0", "--device", "cpu", "--engine-process", "yes"]
+    with LocalServer(options) as server:
+        (engine,) = children(server.pid)
+        os.kill(server.pid, signal.SIGKILL)
+        end_s = time.monotonic() + 10.0
+        while Path(f"/proc/{engine}").exists() and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{engine}").exists()
+
+
+def test_a_signal_to_the_whole_group_lets_the_turn_end() -> None:
+    """As a terminal or a supervisor sends it: the server drains, and its engine works until then."""
+    options = ["--model", "tone:1,0", "--device", "cpu", "--engine-process", "yes"]
+    with LocalServer(options) as server:
+
+        async def talk() -> int:
+            async with connect(server.url, max_lead_ms=200) as session:
+                num_packets = 0
+                async for _ in session.say("A turn that goes on for a while. " * 2):
+                    num_packets += 1
+                    if num_packets == 10:
+                        os.killpg(server.pid, signal.SIGTERM)
+                return num_packets
+
+        assert asyncio.run(talk()) > 100
 
 
 def test_serve_over_two_real_engines() -> None:
