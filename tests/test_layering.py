@@ -13,7 +13,15 @@ OURS = ("ops", "model", "realtime", "clients", "bench_ttfa")
 # What measures a device from inside; nothing imports it but another of these.
 ON_DEVICE = tuple(
     f"bench_ttfa.{name}"
-    for name in ("codec", "frames", "gate_quantised", "kernels", "kernels_attention")
+    for name in (
+        "codec",
+        "frames",
+        "gate_quantised",
+        "gpu_timing",
+        "kernels",
+        "kernels_attention",
+        "kernels_layer",
+    )
 )
 
 # Who may import what of ours, by longest matching prefix; a package may always import itself.
