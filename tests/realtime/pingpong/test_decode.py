@@ -7,6 +7,7 @@ import torch
 from model.speech_model import SpeechModel
 from realtime.pingpong.decode import DecodeLoop
 from realtime.pingpong.device import Event
+from realtime.pingpong.frames import FrameRunner
 from realtime.pingpong.messages import SegmentEnd, SlotRef, TurnEnd
 from realtime.pingpong.steps import StepBuffer
 from tests.support.engine import (
@@ -42,16 +43,23 @@ def test_the_packed_model_says_what_the_eager_one_says(in_order: bool) -> None:
     np.testing.assert_array_equal(got, expected)
 
 
-def test_no_row_is_computed_for_a_stream_that_is_over() -> None:
-    with running(tiny_model(max_frames=200), num_slots=3) as (engine, recorder):
+def test_no_row_is_computed_for_a_stream_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, calls = FrameRunner.read_ends, []
+
+    def everybody_ends_now_and_then(frames: FrameRunner, num_rows: int) -> list[bool]:
+        calls.append(num_rows)
+        return [len(calls) % 7 == 0 or end for end in read(frames, num_rows)]
+
+    monkeypatch.setattr(FrameRunner, "read_ends", everybody_ends_now_and_then)
+    with running(tiny_model(max_frames=30), num_slots=3) as (engine, recorder):
         slots = [open_slot(engine, recorder, seed=seed) for seed in (1, 2, 3)]
         for slot in slots:
             start_turn(engine, slot, 0, *TEXTS)
         for slot in slots:
             recorder.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
         ends = [event for event in recorder.events if isinstance(event, SegmentEnd)]
-        num_end_rows = sum(end.num_frames < 200 for end in ends)
-        assert num_end_rows > 0
+        assert len(ends) == 9 and all(end.num_frames < 30 for end in ends)
+        num_end_rows = len(ends)  # the row whose frame is the end itself
         assert engine._decode.num_rows == sum(end.num_frames for end in ends) + num_end_rows
 
 
