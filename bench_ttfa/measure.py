@@ -25,7 +25,9 @@ DEFINITIONS = {
     "that the clients received, over the measured window",
     "server_metrics": "the server's /metrics: what counters grew by in the level, gauges at its end",
     "real_time_factor": "(commit sent -> last packet received) / length of the audio, per stream",
-    "throughput": "seconds of audio received per second of the measured window, all streams",
+    "throughput": "seconds of audio received per second of the measured window, all streams; of a "
+    "timed level, per second of its time (without the turns' running out)",
+    "frames_per_s": "throughput x the codec's frame rate",
     "load_generation_valid": "the clients were not the bottleneck: p99 of their event-loop lag "
     "and of their lateness is <= 10 ms, and every session of a closed loop was opened",
     "percentiles": "linear interpolation between order statistics; ~ marks one with fewer than "

@@ -18,6 +18,7 @@ from bench_ttfa.scrape import difference
 from bench_ttfa.system import describe_machine, describe_software
 from bench_ttfa.waterfall import draw, stages, timelines
 from bench_ttfa.worker import TurnRecord
+from realtime.wire import PACKET_MS
 
 RESULTS_DIR = Path(__file__).resolve().parent / "results"
 _NO_SESSION = ("connection_failed", "refused_503")
@@ -47,7 +48,7 @@ def summarize(result: SweepResult, stamp: str) -> dict[str, Any]:
         "server_peak_mib": result.server_peak_mib,
         "ready_cold_ms": _stats(result.ready_cold_ms),
         "ready_cached_ms": _stats(result.ready_cached_ms),
-        "levels": [_level(level) for level in result.levels],
+        "levels": [_level(level, result.frame_rate_hz) for level in result.levels],
     }
 
 
@@ -58,11 +59,12 @@ def _config(result: SweepResult) -> dict[str, Any]:
     return config
 
 
-def _level(result: LevelResult) -> dict[str, Any]:
+def _level(result: LevelResult, frame_rate_hz: float) -> dict[str, Any]:
     turns = [turn for each in result.workers for turn in each.turns]
     good = [turn for turn in turns if turn.error is None]
     gaps_ms = [turn.worst_gap_ms for turn in good]
     seconds = window_s(result)
+    throughput = _throughput(result, good)
     reasons = invalid_because(result, turns)
     summary: dict[str, Any] = {
         "name": result.level.name,
@@ -72,8 +74,8 @@ def _level(result: LevelResult) -> dict[str, Any]:
         "invalid_because": reasons,
         "errors": dict(Counter(turn.error for turn in turns if turn.error)),
         "window_s": round(seconds, 3),
-        "throughput": round(sum(turn.audio_ms for turn in good) / 1000 / seconds, 3),
-        "frames_per_s": round(sum(turn.num_frames for turn in good) / seconds, 2),
+        "throughput": round(throughput, 3),
+        "frames_per_s": round(throughput * frame_rate_hz, 2),
         "turns_per_s": round(len(good) / seconds, 3),
         "audio_s": _stats([turn.audio_ms / 1000 for turn in good]),
         "c50": continuity(gaps_ms, 50.0),
@@ -107,6 +109,14 @@ def invalid_because(result: LevelResult, turns: list[TurnRecord]) -> list[str]:
     if num_lost and result.level.mode == "closed":
         reasons.append(f"the load was less than it says: {num_lost} turns had no session")
     return reasons
+
+
+def _throughput(result: LevelResult, turns: list[TurnRecord]) -> float:
+    """Seconds of audio per second: of a timed level until its end, where turns still run out."""
+    if result.level.seconds is None:
+        return sum(turn.audio_ms for turn in turns) / 1000 / window_s(result)
+    num_packets = sum(turn.num_in_time for turn in turns)
+    return num_packets * PACKET_MS / 1000 / result.level.seconds
 
 
 def host_us_per_packet(result: LevelResult) -> dict[str, dict[str, float]]:

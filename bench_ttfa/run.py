@@ -86,6 +86,7 @@ class SweepResult:
     ready_cached_ms: list[float] = field(default_factory=list)
     levels: list[LevelResult] = field(default_factory=list)
     model: str = ""
+    frame_rate_hz: float = 0.0
     server_peak_mib: float | None = None
     load_before: float = 0.0  # what else ran on this machine: load average of the last minute
     server_start_s: float | None = None  # of a server that was started for this run
@@ -135,7 +136,7 @@ async def _probe_ready(connection: Connection, result: SweepResult) -> None:
     for voice in [*names, *[connection.voice] * NUM_READY_PROBES]:
         ready_ms, ready = await _time_ready(connection, voice)
         (result.ready_cached_ms if ready.cached else result.ready_cold_ms).append(ready_ms)
-        result.model = ready.model
+        result.model, result.frame_rate_hz = ready.model, ready.frame_rate_hz
 
 
 async def _time_ready(connection: Connection, voice: str | None) -> tuple[float, SessionReady]:

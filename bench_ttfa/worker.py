@@ -94,6 +94,7 @@ class TurnRecord:
     worst_gap_ms: float | None = None
     server_worst_gap_ms: float = 0.0
     num_packets: int = 0
+    num_in_time: int = 0  # packets received before the level's end
     num_frames: int = 0
     audio_ms: float = 0.0
     generation_ms: float = 0.0  # commit sent -> last packet
@@ -295,6 +296,8 @@ class _Worker:
         format: EffectiveFormat,
     ) -> None:
         timings, metrics = speech.turn.timings, speech.turn.metrics
+        if record.is_cut:
+            metrics = None  # which may have come, with packets that were not taken any more
         is_complete = metrics is not None or record.is_cut
         if not packets or not is_complete or timings.commit_s is None:
             record.error = "no_audio"
@@ -303,6 +306,7 @@ class _Worker:
         record.ttfa_first_text_ms = timings.ttfa_from_first_text_ms
         record.worst_gap_ms = worst_gap_ms(timings.packets_s, format.packet_ms)
         record.num_packets = len(packets)
+        record.num_in_time = sum(t_s <= self._ends_s for t_s in timings.packets_s)
         record.audio_ms = len(packets) * format.packet_ms
         record.generation_ms = 1000.0 * (timings.packets_s[-1] - timings.commit_s)
         if metrics is not None:
