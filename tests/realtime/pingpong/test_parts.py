@@ -1,6 +1,8 @@
 """Slots, mailboxes, clocks: the small structures the engine's threads share."""
 
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +85,16 @@ def test_a_new_generation_starts_without_lead() -> None:
     clocks.of(SlotRef(0, 1)).add(1000 * MS, 0, is_turn_start=True)
     assert clocks.of(SlotRef(0, 1)).lead_ns(0) == 1000 * MS
     assert clocks.of(SlotRef(0, 2)).lead_ns(0) == 0
+
+
+WAITS = re.compile(r"\.(item|cpu|synchronize|nonzero)\(|wait_stream\(")
+
+
+@pytest.mark.parametrize(
+    "module", ["codec_calls", "decode", "frames", "kv_writer", "prefill", "prefill_rows", "vocode"]
+)
+def test_a_wait_for_the_device_can_only_be_in_one_file(module: str) -> None:
+    """`device.py`; what the loops call it by is `wait_on_host`."""
+    file = Path(__file__).parents[3] / "realtime" / "pingpong" / f"{module}.py"
+    found = [line for line in file.read_text("utf-8").splitlines() if WAITS.search(line)]
+    assert not found, found
