@@ -1,8 +1,9 @@
 """One end of a byte stream between two processes: messages out in order, messages in by a thread.
 
 A Unix socket pair rather than a ring in shared memory: the kernel does the waiting and the waking,
-orders the memory, and tells at once when the other process is gone; a frame's 8 KB of PCM costs the
-sender 5 us in it. What travels in bulk is PCM, at 8 KB a frame and 70 MB/s for 400 streams.
+orders the memory, and tells at once when the other process is gone. A frame's 8 KB of PCM costs the
+sender 5.5 us in it and the receiver 10 us (AMD EPYC), 70 MB/s for 400 streams: a fortieth of what its
+Opus costs.
 """
 
 import contextlib
