@@ -60,7 +60,7 @@ class EngineConfig:
     kv_pages: int | None = None  # of slots and prefixes together; None: for all of them, or what
     kv_memory_fraction: float = 0.8  # of the free device memory has room for
     kv_page_size: int | None = None  # positions; None: `model.kv_cache.default_page_size`
-    chunk_positions: int = 64  # prefilled at a time, so that urgent work gets its turn
+    chunk_positions: int | None = None  # prefilled at a time; None: 64, or what kernels take at once
     num_threads: int = 1  # intra-op threads of each engine thread (CPU)
     in_order: bool = False  # no overlap: the oracle
 

@@ -1,5 +1,7 @@
 """What prefill does to the KV: reserves pages, loads prefixes, writes rows.
 
+Rows are collected, of as many slots as the model takes at once, and written by `flush`.
+
 Pages are reserved before they are written: those of a prefix, and those of a closed segment with
 all its frames, at once, so that whoever has begun also comes to an end. Text that still grows takes
 what is free. Who finds the pool empty waits its turn, and may take the pages of slots that say
@@ -8,31 +10,47 @@ remembers; they reserve for that and for their next segment at once, so that slo
 other's pages in turn for ever.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
 from model.errors import ConfigError
 from model.kv_cache import KVCache
 from model.pages import PageAllocator
 from model.speech_model import SpeechModel
-from realtime.pingpong.device import Event, Upload
+from realtime.pingpong.device import Event
 from realtime.pingpong.memory import Memory
+from realtime.pingpong.prefill_rows import Piece, PrefillRunner
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
-from realtime.pingpong.tenants import CONTEXT_WAITS, Prefix, Tenant
+from realtime.pingpong.tenants import AUDIO_WAITS, CONTEXT_WAITS, Prefix, Tenant
+
+_CHUNK_POSITIONS = 64  # of one slot, written at a time, so that urgent work gets its turn
 
 
 class KvWriter:
     """One thread, the prefill thread, uses it (and start-up)."""
 
     def __init__(
-        self, model: SpeechModel, cache: KVCache, tenants: dict[int, Tenant], chunk_positions: int
+        self,
+        model: SpeechModel,
+        cache: KVCache,
+        tenants: dict[int, Tenant],
+        chunk_positions: int | None,
     ) -> None:
         """`tenants` is the caller's, served longest ago first."""
-        self._model = model
+        self._device = model.device
         self._cache = cache
         self._tenants = tenants
-        self._chunk = chunk_positions
-        num_rows = 1 + model.dual_ar.config.num_codebooks
-        self._upload = Upload(4 * num_rows * chunk_positions, model.device)
+        self.runner = PrefillRunner(model.dual_ar, cache)
+        most = self.runner.max_rows if self.runner.takes_many else _CHUNK_POSITIONS
+        self._max_rows = min(chunk_positions or most, self.runner.max_rows)
+        self._limit = self._max_rows  # of rows in the call that is being collected
+        self._pieces: list[Piece] = []
+        self._num_rows = 0
+        self._members: dict[int, int] = {}  # slots that take part in it, with their urgency
+        self._keys_to_add: set[bytes] = set()  # of prefixes that it completes
+        self._after: list[Callable[[Event], None]] = []
         self._stuck: set[int] = set()  # slots that can do nothing until something happens
         self.allocator = PageAllocator(cache.num_pages)
         self.prefixes = PrefixCache(cache, self.allocator)
@@ -56,24 +74,51 @@ class KvWriter:
 
     # ------------------------------------------------------------------ writing
 
+    def admit(self, tenant: Tenant) -> bool:
+        """Let a tenant take part in the next call, the most urgent first. False: it is full. Who is
+        less urgent than somebody who waits for audio must not make the call bigger, but may have
+        rows that would be padding."""
+        if self._members:
+            if not self.runner.takes_many:
+                return False
+            audio_waits = AUDIO_WAITS in self._members.values()
+            if audio_waits and tenant.urgency() > AUDIO_WAITS:
+                self._limit = min(self._limit, self.runner.size_for(self._num_rows))
+            if self._num_rows >= self._limit:
+                return False
+        self._members[tenant.slot.idx] = tenant.urgency()
+        return True
+
+    def flush(self) -> None:
+        """Launch the call; then do what had to wait for it (`after`)."""
+        pieces, after = self._pieces, self._after
+        self._pieces, self._after, self._members = [], [], {}
+        self._num_rows, self._limit, self._keys_to_add = 0, self._max_rows, set()
+        if pieces:
+            self.runner.write(pieces)
+        if after:
+            written = Event(self._device)
+            written.record()
+            for call in after:
+                call(written)
+
+    def after(self, call: Callable[[Event], None]) -> None:
+        """Do it once the rows collected so far are on their way; the event marks their end."""
+        self._after.append(call)
+
     def next_stop(self, start: int, stop: int) -> int:
-        """End of the chunk that begins at `start`."""
-        return min(stop, start + self._chunk)
+        """How far rows from `start` on can be written in this call."""
+        return min(stop, start + self._limit - self._num_rows)
 
     def write(self, tenant: Tenant, rows: Tensor, base: int, start: int, stop: int) -> None:
         """Write rows[:, start:stop] to the slot's positions from `base + start` on."""
+        self._add(tenant, rows[:, start:stop], base + start, base + stop)
+
+    def _add(self, tenant: Tenant, rows: Tensor | None, start: int, stop: int) -> None:
         if stop > start:
-            chunk = self._uploaded(rows, start, stop)
-            self._cache.remember(tenant.slot.idx, base + start, chunk)
-            self._prefill(tenant, chunk, base + start)
-
-    def _uploaded(self, rows: Tensor, start: int, stop: int) -> Tensor:
-        (chunk,) = self._upload(rows[:, start:stop].flatten().numpy())
-        return chunk.view(rows.shape[0], stop - start)
-
-    def _prefill(self, tenant: Tenant, rows: Tensor, start: int) -> None:
-        self._model.dual_ar.prefill(rows, self._cache, tenant.slot.idx, start)
-        self.num_positions += rows.shape[1]
+            self._pieces.append(Piece(tenant.slot.idx, start, rows, stop - start))
+            self._num_rows += stop - start
+            self.num_positions += stop - start
 
     def restore(self, tenant: Tenant, length: int, *, is_urgent: bool) -> bool:
         """Do the next thing to have the slot's whole context in the KV, with pages for its first
@@ -81,13 +126,13 @@ class KvWriter:
         assert tenant.prefix is not None, tenant
         if not self.load(tenant, tenant.prefix, length):
             return False
-        start, idx = tenant.num_in_kv, tenant.slot.idx
+        start = tenant.num_in_kv
         if start == tenant.context_length:
             return True
         if not self.reserve(tenant, length, is_urgent=is_urgent):
             return False
         stop = self.next_stop(start, tenant.context_length)
-        self._prefill(tenant, self._cache.recall(idx, start, stop), start)
+        self._add(tenant, None, start, stop)
         tenant.num_in_kv, tenant.has_reserved = stop, stop < tenant.context_length
         return not tenant.has_reserved
 
@@ -113,15 +158,20 @@ class KvWriter:
             return False
         tenant.has_reserved, prefix.was_cached = True, False
         stop = self.next_stop(prefix.num_done, prefix.length)
-        self._prefill(tenant, self._uploaded(prefix.rows, prefix.num_done, stop), prefix.num_done)
+        self.write(tenant, prefix.rows, 0, prefix.num_done, stop)
         prefix.num_done = stop
         if stop < prefix.length:
             return False
         self.prefixes.num_misses += 1
-        self.prefixes.add(prefix.key, self._cache.pages(tenant.slot.idx), prefix.length)
+        self._keys_to_add.add(prefix.key)
+        self.after(partial(self._keep, prefix, tenant.slot.idx))
         tenant.has_reserved, prefix.num_done = False, 0
         tenant.key_in_kv, tenant.num_in_kv = prefix.key, prefix.length
         return True
+
+    def _keep(self, prefix: Prefix, slot: int, _: Event) -> None:
+        self.prefixes.add(prefix.key, self._cache.pages(slot), prefix.length)
+        self.try_again()
 
     def _take_from_cache(self, tenant: Tenant, prefix: Prefix, length: int) -> bool:
         """The slot has no pages afterwards if there is nothing to take; stuck if there will be."""
@@ -139,7 +189,7 @@ class KvWriter:
 
     def _is_being_loaded(self, key: bytes) -> bool:
         """Somebody is writing that prefix: it will be in the cache soon."""
-        return any(
+        return key in self._keys_to_add or any(
             prefix is not None and prefix.key == key and prefix.num_done > 0
             for tenant in self._tenants.values()
             for prefix in (tenant.prefix, tenant.opening_prefix)
@@ -161,11 +211,12 @@ class KvWriter:
                 f"{self._cache.max_len}; give the KV cache more pages or lower the context"
             )
         while not self.load(tenant, prefix, prefix.length):
-            pass
+            self.flush()
+        self.flush()
         pages = self._cache.pages(tenant.slot.idx)
         self.prefixes.add(prefix.key, pages, prefix.length, is_pinned=True)
         self.memory.trim(tenant.slot.idx, 0)
-        written = Event(self._model.device)  # by another thread's stream than the prefill thread's
+        written = Event(self._device)  # by another thread's stream than the prefill thread's
         written.record()
         written.wait_on_host()
 
@@ -193,7 +244,10 @@ class KvWriter:
         idle = [
             tenant
             for tenant in tenants
-            if tenant.slot.idx != needy and not tenant.is_under_way and self._has_pages(tenant)
+            if tenant.slot.idx != needy
+            and not tenant.is_under_way
+            and tenant.slot.idx not in self._members
+            and self._has_pages(tenant)
         ]
         victim = max(idle, key=Tenant.urgency, default=None)
         if victim is None or (

@@ -8,7 +8,7 @@ chunks, most urgent first, so that nobody's first audio waits for somebody's lon
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from model.errors import PromptError
 from model.kv_cache import KVCache
 from model.speech_model import SpeechModel
-from realtime.pingpong.device import Event, stream_scope
+from realtime.pingpong.device import PREFILL_PRIORITY, Event, stream_scope
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.kv_writer import KvWriter
 from realtime.pingpong.messages import (
@@ -69,7 +69,7 @@ class PrefillLoop:
         slots: Slots,
         emit: Callable[[EngineEvent], None],
         join: Callable[[Join], None],
-        chunk_positions: int,
+        chunk_positions: int | None,
     ) -> None:
         # A slot's share: its commands, one more that closes it, and its return from decode.
         share = MAX_WAITING_COMMANDS + 2
@@ -83,25 +83,30 @@ class PrefillLoop:
         self.num_received = [0] * slots.num_slots  # commands, by slot
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
-        with torch.inference_mode(), stream_scope(self._model.device):
+        with torch.inference_mode(), stream_scope(self._model.device, PREFILL_PRIORITY):
             while not is_stopping():
                 self.step(wait_s=None)
 
     def step(self, wait_s: float | None = 0.0) -> bool:
-        """Take what has arrived, then do the most urgent chunk. False when there was none."""
-        has_work = self._most_urgent() is not None
+        """Take what has arrived, then do the most urgent work, as much as the model takes at once.
+        False when there was none."""
+        has_work = next(self._by_urgency(), None) is not None
         for message in self.inbox.take_all(0.0 if has_work else wait_s):
             if not isinstance(message, Returned):
                 self.num_received[message.slot.idx] += 1
             self.kv.try_again()
             self._guarded(message.slot, partial(self._receive, message))
-        tenant = self._most_urgent()
-        if tenant is None:
-            return False
-        self._guarded(tenant.slot, partial(self._advance, tenant))
-        if not self.kv.is_stuck(tenant):
-            self.kv.try_again()
-        return True
+        tried = None
+        for tenant in self._by_urgency():
+            if not self.kv.admit(tenant):
+                break
+            tried = tenant
+            self._guarded(tenant.slot, partial(self._advance, tenant))
+            if not self.kv.is_stuck(tenant):
+                self.kv.try_again()
+        if tried is not None:
+            self._guarded(tried.slot, self.kv.flush)
+        return tried is not None
 
     def _guarded(self, slot: SlotRef, work: Callable[[], None]) -> None:
         """What one session breaks is that session's end, not its neighbours'. Nor do they wait
@@ -245,12 +250,13 @@ class PrefillLoop:
 
     # ------------------------------------------------------------------ work
 
-    def _most_urgent(self) -> Tenant | None:
+    def _by_urgency(self) -> Iterator[Tenant]:
         """Closed text first (somebody waits for audio), then new voices, then growing text, then
         what was shortened; among equals, the one that has waited longest."""
-        able = filter(self.kv.is_able, self._tenants.values())
-        tenant = min(able, key=Tenant.urgency, default=None)
-        return None if tenant is None or tenant.urgency() == NOTHING_TO_DO else tenant
+        for tenant in sorted(self._tenants.values(), key=Tenant.urgency):
+            # Both may have changed since: others were served, and their pages taken.
+            if tenant.urgency() != NOTHING_TO_DO and self.kv.is_able(tenant):
+                yield tenant
 
     def _has_been_served(self, tenant: Tenant) -> None:
         """Its next piece of work comes after its neighbours'."""
@@ -272,37 +278,39 @@ class PrefillLoop:
                 self._skip_segment(tenant, turn)
             return
         num_wanted = tenant.rows.shape[1] - int(segment.is_closed)  # the last row is decode's
-        stop = self.kv.next_stop(tenant.num_done, num_wanted)
-        num_frames = self._model.serving.max_frames
-        length = tenant.context_length + (num_wanted + num_frames if segment.is_closed else stop)
+        num_reserved = num_wanted + (self._model.serving.max_frames if segment.is_closed else 0)
+        length = tenant.context_length + num_reserved
         if not self.kv.restore(tenant, length, is_urgent=True):
             return
         if not self.kv.reserve(tenant, length, is_urgent=segment.is_closed):
             return
         tenant.has_reserved = segment.is_closed
+        stop = self.kv.next_stop(tenant.num_done, num_wanted)
         self.kv.write(tenant, tenant.rows, tenant.context_length, tenant.num_done, stop)
         tenant.num_done = max(tenant.num_done, stop)
         if segment.is_closed and tenant.num_done >= num_wanted:
-            self._hand_over(tenant, turn)
+            self.kv.after(partial(self._hand_over, tenant, turn))
 
     def _advance_opening(self, tenant: Tenant, opening: OpenSlot) -> None:
         if tenant.opening_prefix is None:
             rows = self._rows.prefix(opening.voices, opening.prompt)
             tenant.opening_prefix = Prefix(rows, prefix_key(rows))
         prefix = tenant.opening_prefix
-        is_same = tenant.prefix is not None and tenant.prefix.key == prefix.key
+        if tenant.prefix is not None and tenant.prefix.key != prefix.key:
+            tenant.end_dialogue()
         if not self.kv.load(tenant, prefix, prefix.length):
             return
         tenant.prefix, tenant.opening, tenant.opening_prefix = prefix, None, None
-        if not is_same:  # else the dialogue goes on
-            tenant.exchanges, tenant.last_turn = [], None
-        tenant.start_context(tenant.context_length if is_same else tenant.prefix_length)
+        tenant.start_context(max(tenant.context_length, prefix.length))
         tenant.sampling, tenant.max_lead_ns = opening.sampling, opening.max_lead_ms * 1_000_000
         if tenant.turn is not None:
             tenant.turn.start_length = tenant.context_length
+        self._has_been_served(tenant)
+        self.kv.after(partial(self._tell_ready, tenant, prefix))
+
+    def _tell_ready(self, tenant: Tenant, prefix: Prefix, _: Event) -> None:
         prefill_ms = (time.perf_counter_ns() - tenant.opened_at_ns) / 1e6
         self._emit(SlotReady(tenant.slot, prefill_ms, prefix.was_cached))
-        self._has_been_served(tenant)
 
     def checked_prefix_rows(self, voices: tuple[VoicePrompt, ...], prompt: str) -> Tensor:
         """See `PromptRows.prefix`. Callable on any thread."""
@@ -352,10 +360,8 @@ class PrefillLoop:
         self._finish_turn_if_over(tenant)
         self._has_been_served(tenant)
 
-    def _hand_over(self, tenant: Tenant, turn: Turn) -> None:
+    def _hand_over(self, tenant: Tenant, turn: Turn, prefilled: Event) -> None:
         assert tenant.rows is not None
-        prefilled = Event(self._model.device)
-        prefilled.record()
         turn.stamps_ns.setdefault("prefill_done", time.perf_counter_ns())
         tenant.is_decoding = True
         self._has_been_served(tenant)

@@ -48,6 +48,15 @@ class PrefillRunner:
         self._graphs = GraphSet(device, self._run, SIZES if model.can_prefill_rows else ())
 
     @property
+    def takes_many(self) -> bool:
+        """Whether several pieces cost less in one call than one by one."""
+        return self._model.can_prefill_rows
+
+    def size_for(self, num_rows: int) -> int:
+        """Rows that are computed when so many are wanted."""
+        return self._graphs.size_for(num_rows)
+
+    @property
     def max_rows(self) -> int:
         """Of one call, all pieces together."""
         return SIZES[-1]

@@ -156,6 +156,12 @@ class Tenant:
             if prefix is not None:
                 prefix.num_done = 0
 
+    def end_dialogue(self) -> None:
+        """Another voice or prompt overwrites it from now on."""
+        self.prefix, self.exchanges, self.last_turn = None, [], None
+        self.forget_kv()
+        self.start_context(0)
+
     def start_context(self, length: int) -> None:
         """The context ends at `length`; nothing of a segment is prefilled behind it."""
         self.context_length, self.has_reserved = length, False

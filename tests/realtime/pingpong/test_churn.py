@@ -54,14 +54,16 @@ class SilentCodec:
         return state[rows][:, None]
 
 
-def smallest_model(context: str) -> SpeechModel:
+def smallest_model(context: str, *, is_packed: bool) -> SpeechModel:
     """One layer of 16 channels: a frame costs little but the calls."""
-    slow = StackConfig(1, 16, 1, 1, 16, 16, 1e4, 1e-6, MAX_POSITIONS, False, False, False)
-    fast = StackConfig(1, 16, 1, 1, 16, 16, 1e4, 1e-6, 5, False, False, False)
+    slow = StackConfig(1, 16, 1, 1, 16, 32, 1e4, 1e-6, MAX_POSITIONS, False, False, False)
+    fast = StackConfig(1, 16, 1, 1, 16, 32, 1e4, 1e-6, 5, False, False, False)
     config = DualARConfig(slow, fast, 272, 4, 64, True, 200, 263, 270)
     dual_ar = DualAR(config, torch.device("cpu"), torch.float32)
     fill_random(dual_ar)
     dual_ar.finish_loading()
+    if is_packed:
+        dual_ar.use_kernels("bf16")
     return SpeechModel(
         name="smallest",
         path=Path(),
@@ -78,16 +80,15 @@ def smallest_model(context: str) -> SpeechModel:
 class Churn:
     """An engine whose threads do not run: their steps are called here, in random measure."""
 
-    def __init__(self, context: str, seed: int) -> None:
+    def __init__(self, context: str, seed: int, *, is_packed: bool) -> None:
         self.rng = np.random.default_rng(seed)
         config = EngineConfig(
             num_slots=NUM_SLOTS,
             max_positions=MAX_POSITIONS,
             kv_pages=1 + NUM_PAGES,
             kv_page_size=PAGE,
-            chunk_positions=64,
         )
-        self.engine = PingPongEngine(smallest_model(context), config)
+        self.engine = PingPongEngine(smallest_model(context, is_packed=is_packed), config)
         self.engine._sink = self._take
         self.allocator = self.engine._prefill.kv.allocator
         self.slots: dict[int, SlotRef] = {}
@@ -183,10 +184,10 @@ class Churn:
             assert self.allocator.num_users(page) == users[page], page
 
 
-@pytest.mark.parametrize("context", ["prefix", "dialogue"])
-def test_ten_thousand_actions_leak_no_page_and_no_slot(context: str) -> None:
+@pytest.mark.parametrize(("context", "is_packed"), [("prefix", False), ("dialogue", True)])
+def test_ten_thousand_actions_leak_no_page_and_no_slot(context: str, is_packed: bool) -> None:
     with torch.inference_mode():
-        churn = Churn(context, seed=7)
+        churn = Churn(context, seed=7, is_packed=is_packed)
         engine = churn.engine
         engine._prefill.warm_up(voice(0, num_frames=60))
         for i in range(NUM_ACTIONS // 2):

@@ -1,0 +1,152 @@
+"""A packed model prefills the rows of many slots in one call."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from realtime.pingpong.engine import EngineConfig, PingPongEngine
+from realtime.pingpong.messages import OpenSlot, SetText, SlotRef, TurnEnd
+from realtime.pingpong.prefill_rows import Piece
+from tests.support.engine import open_slot, running, sampling, speak, start_turn, tiny_model, voice
+
+TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
+NUM_SLOTS = len(TEXTS)
+
+
+class Calls:
+    """An engine whose threads do not run, and what its prefill writes, call by call."""
+
+    def __init__(self, **config: int) -> None:
+        model = tiny_model(context="dialogue")
+        model.dual_ar.use_kernels("bf16")
+        self.engine = PingPongEngine(
+            model, EngineConfig(num_slots=NUM_SLOTS, kv_page_size=8, **config)
+        )
+        self.prefill = self.engine._prefill
+        self.calls: list[list[Piece]] = []
+        runner = self.prefill.kv.runner
+        write = runner.write
+
+        def noted(pieces: list[Piece]) -> None:
+            self.calls.append(pieces)
+            write(pieces)
+
+        runner.write = noted  # type: ignore[method-assign,assignment]
+
+    def open(self, seed: int) -> SlotRef:
+        slot = self.engine.slots.acquire()
+        assert slot is not None
+        self.engine.submit(OpenSlot(slot, (voice(seed),), "", sampling(seed), 1000))
+        return slot
+
+    def say(self, slot: SlotRef, text: str, *, is_closed: bool = True) -> None:
+        self.engine.submit(SetText(slot, 0, 0, text, is_closed))
+
+    def run(self) -> list[list[Piece]]:
+        """What is written until there is nothing to do."""
+        self.calls.clear()
+        while self.prefill.step():
+            pass
+        return list(self.calls)
+
+
+def num_rows(call: list[Piece]) -> int:
+    return sum(piece.num_rows for piece in call)
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def test_texts_of_all_who_wait_are_one_call_and_voices_fill_whole_ones() -> None:
+    calls = Calls()
+    slots = [calls.open(seed) for seed in range(NUM_SLOTS)]
+    voices = calls.run()
+    assert [num_rows(call) for call in voices[:-1]] == [128] * (len(voices) - 1)
+    for slot, text in zip(slots, TEXTS, strict=True):
+        calls.say(slot, text)
+    (texts,) = calls.run()
+    assert [piece.slot for piece in texts] == [slot.idx for slot in slots]
+    assert len(calls.engine._decode.inbox) == NUM_SLOTS, "all joined"
+
+
+def test_who_waits_for_audio_is_not_held_up_by_a_bigger_call() -> None:
+    calls = Calls()
+    first, second = calls.open(0), calls.open(1)
+    calls.run()
+    calls.prefill.kv.runner.size_for = lambda num_rows: num_rows  # type: ignore[method-assign]
+    calls.say(first, "hm.")
+    calls.open(2)
+    calls.say(second, "so")
+    call, *later = calls.run()
+    assert [piece.slot for piece in call] == [first.idx, second.idx], "new voices come after"
+    assert all(num_rows(call) == 128 for call in later[:-1])
+
+
+def test_rows_that_would_be_padding_are_used() -> None:
+    calls = Calls()
+    first = calls.open(0)
+    calls.run()
+    calls.prefill.kv.runner.size_for = lambda num_rows: 32  # type: ignore[method-assign]
+    calls.say(first, "hm.")
+    new = calls.open(1)
+    call, *_ = calls.run()
+    assert [piece.slot for piece in call] == [first.idx, new.idx] and num_rows(call) == 32
+
+
+def test_a_voice_asked_for_twice_in_one_call_is_written_once() -> None:
+    calls = Calls()
+    for _ in range(NUM_SLOTS):
+        calls.open(0)
+    written = calls.run()
+    assert {piece.slot for call in written for piece in call} == {0}
+    assert len(calls.prefill.kv.prefixes) == 1
+    assert {tenant.key_in_kv for tenant in calls.prefill._tenants.values()} != {None}
+
+
+def test_pages_that_the_call_writes_are_nobody_elses() -> None:
+    """Growing text is written together with what takes idle slots' pages to be loaded."""
+    calls = Calls(max_positions=256, kv_pages=1 + 42)
+    slots = [calls.open(seed) for seed in range(2)]
+    calls.run()
+    for slot in slots:
+        calls.say(slot, "growing", is_closed=False)
+    calls.open(2)
+    for call in calls.run():
+        pages: list[int] = []
+        for slot in {piece.slot for piece in call}:
+            pages += calls.engine._cache.pages(slot)
+        prefixes = calls.prefill.kv.prefixes
+        shared = [page for page in pages if page in prefixes.pages]
+        assert len(set(pages)) >= len(pages) - len(shared)
+    assert all(tenant.prefix is not None for tenant in calls.prefill._tenants.values())
+
+
+def test_packed_says_what_each_says_alone() -> None:
+    def said(num_slots: int) -> list[list[np.ndarray]]:
+        model = tiny_model(context="dialogue")
+        model.dual_ar.use_kernels("bf16")
+        with running(model, num_slots=NUM_SLOTS) as (engine, recorder):
+            pcm = []
+            for begin in range(0, NUM_SLOTS, num_slots):
+                numbers = range(begin, begin + num_slots)
+                slots = [open_slot(engine, recorder, seed=i, voice_seed=i) for i in numbers]
+                if num_slots == 1:
+                    pcm.append([speak(engine, recorder, slots[0], t, TEXTS[begin]) for t in (0, 1)])
+                    continue
+                for turn in (0, 1):
+                    for i, slot in zip(numbers, slots, strict=True):
+                        start_turn(engine, slot, turn, TEXTS[i])
+                    for _ in slots:
+                        recorder.wait(TurnEnd)
+                pcm += [[recorder.pcm(slot, turn) for turn in (0, 1)] for slot in slots]
+            return pcm
+
+    for alone, packed in zip(said(1), said(NUM_SLOTS), strict=True):
+        for want, got in zip(alone, packed, strict=True):
+            assert len(want) and want.shape == got.shape
+            np.testing.assert_allclose(got, want, atol=1e-4)
