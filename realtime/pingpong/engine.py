@@ -60,7 +60,7 @@ class EngineConfig:
     kv_pages: int | None = None  # of slots and prefixes together; None: for all of them, or what
     kv_memory_fraction: float = 0.8  # of the free device memory has room for
     kv_page_size: int | None = None  # positions; None: `model.kv_cache.default_page_size`
-    chunk_positions: int | None = None  # prefilled at a time; None: 64, or what kernels take at once
+    chunk_positions: int | None = None  # prefilled at a time; None: 64, or what kernels take
     num_threads: int = 1  # intra-op threads of each engine thread (CPU)
     in_order: bool = False  # no overlap: the oracle
 
@@ -203,6 +203,7 @@ class PingPongEngine:
             "weight_bytes": self._weight_bytes,
             "graph_bytes": decode.frames.graph_bytes,
             "codec_graph_bytes": vocode.runner.graph_bytes,
+            "prefill_graph_bytes": prefill.kv.runner.graph_bytes,
             "codec_state_bytes": vocode.runner.state_bytes,
             "slots_waiting_for_pages": prefill.kv.memory.num_waiting,
         }
@@ -231,6 +232,7 @@ class PingPongEngine:
                 self._prefill.warm_up(voice)  # `/ready` promises it
             self._decode.frames.capture(_progress)
             self._vocode.runner.capture(_progress)
+            self._prefill.kv.runner.capture(_progress)
             for num_rows in range(1, self._slots.num_slots + 1):
                 self._warm_batch(num_rows)
         logger.info("device memory in MiB: %s", self._memory_mib())
@@ -267,8 +269,9 @@ class PingPongEngine:
     def _memory_mib(self) -> dict[str, float]:
         stats = self.stats()
         names = (
-            "weight_bytes", "kv_bytes", "graph_bytes", "codec_graph_bytes", "codec_state_bytes"
-        )  # fmt: skip
+            *("weight_bytes", "kv_bytes", "graph_bytes", "prefill_graph_bytes"),
+            *("codec_graph_bytes", "codec_state_bytes"),
+        )
         return {name.removesuffix("_bytes"): round(stats[name] / 2**20, 1) for name in names}
 
     # ------------------------------------------------------------------ threads
