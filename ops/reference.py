@@ -24,14 +24,18 @@ _UNIFORM_BITS = 23  # (bits + 0.5) * 2^-23 is exact in f32, hence never 0 or 1
 def rope_table(num_positions: int, head_dim: int, base: float, device: torch.device) -> Tensor:
     """Turns of RoPE: cos + i sin of every angle, each rounded to bf16 and stored in fp32.
 
+    A GPU's powers differ from a CPU's in the last bit, which late positions multiply: the table is
+    a CPU's everywhere.
+
     Returns:
         complex64 [num_positions, 1, D/2].
     """
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    positions = torch.arange(num_positions, device=device, dtype=torch.float32)
+    where = torch.device("cpu") if device.type == "cuda" else device
+    exponents = torch.arange(0, head_dim, 2, device=where, dtype=torch.float32) / head_dim
+    positions = torch.arange(num_positions, device=where, dtype=torch.float32)
     angles = torch.outer(positions, 1.0 / base**exponents)
     rounded = torch.stack([angles.cos(), angles.sin()], dim=-1).bfloat16().float()
-    return torch.view_as_complex(rounded).unsqueeze(1)
+    return torch.view_as_complex(rounded).unsqueeze(1).to(device)
 
 
 def rope(x: Tensor, turns: Tensor, out: Tensor) -> None:
