@@ -204,11 +204,11 @@ def _flag(name: str) -> str:
 def _metavar(config_type: type[ServerConfig], name: str) -> str:
     """The unit where the name ends in one, else what kind of thing it is."""
     last = name.rpartition("_")[2]
-    if last == "s":
+    if last == "s" and not name.endswith("_per_s"):
         return "SECONDS"
     if last in ("ms", "bytes", "fd", "file", "dir", "port"):
         return last.upper()
-    kinds: dict[Any, str] = {_int: "N", _bool: "yes|no"}
+    kinds: dict[Any, str] = {_int: "N", _float: "X", _bool: "yes|no"}
     return kinds.get(_parser_of(config_type, name), last.upper())
 
 

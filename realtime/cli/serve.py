@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from realtime.cli.output_folder import progress_bar
 from realtime.cli.placement import place
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
+from realtime.http_protocol import PlosiveHttp
 from realtime.hub import Hub
 from realtime.opus import load_opuslib
 from realtime.pingpong import tone
@@ -31,6 +33,18 @@ from realtime.server import create_app
 from realtime.voices import VoiceStore
 from realtime.websocket import PlosiveWebSocket
 from realtime.wire import MAX_MESSAGE_BYTES
+
+EXAMPLES = """examples:
+  plosive serve                                the embedded model
+  plosive serve --model DIR                    a checkpoint: S2 Pro's layout, quantised or not
+  plosive serve --model DIR --format bsfp8     the same, its weights in 8 bits (Hopper)
+  plosive serve --model DIR --device cuda:0,cuda:1 --max-slots 256
+                                               an engine on each GPU, 128 sessions on each
+  plosive serve --model 'random:s2-pro?frames=60&reference_s=10'
+                                               S2 Pro's shapes with random weights: every segment
+                                               has 60 frames, the default voice 10 s of reference;
+                                               the voices ref-0s, ref-10s and ref-30s are there too
+"""
 
 EngineFactory = Callable[[ServerConfig], Engine]
 
@@ -42,6 +56,8 @@ _WORTH_A_LINE_BYTES = 10**9  # of weights: loading them takes seconds, which are
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_arguments(parser, ServerConfig)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"{EXAMPLES}\n{textwrap.fill(parser.epilog or '', 79)}"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -210,6 +226,7 @@ def make_server(
     hub: Hub = app.state.hub
     uvicorn_config = uvicorn.Config(
         app,
+        http=PlosiveHttp,
         ws=PlosiveWebSocket,
         ws_max_size=4 * MAX_MESSAGE_BYTES,  # that many characters; beyond it the close is 1009
         ws_ping_interval=config.ping_interval_s,
