@@ -34,9 +34,18 @@ struct Problem {
   const float* act_scales;  // [num_blocks, scale_stride]
   int num_blocks;           // of 128 bytes of K
   int scale_stride;
-  int tile, begin, end;  // of this CTA: its first row tile / WARPGROUPS, its K tiles
-  int first_row;         // of x
-  int prefetch;          // K tiles asked into the L2 beyond the ring before waiting
+  int tile;           // of this CTA: its first row tile / WARPGROUPS
+  int begin, blocks;  // its K tiles
+  int start;          // the one it begins with
+  int first_row;      // of x
+  int prefetch;       // K tiles asked into the L2 beyond the ring before waiting
+
+  // Block of step i, counted from `begin`. CTAs begin at different blocks and go round: at the same
+  // moment they ask for different parts of x, whose lines would else be asked of the L2 all at once.
+  DEVICE int at(int i) const {
+    const int block = start + i;
+    return block < blocks ? block : block - blocks;
+  }
 };
 
 DEVICE const u8* tile_address(const Problem& p, int group, int block) {
@@ -70,13 +79,11 @@ DEVICE void load_activations(const Shared& shared, const Problem& p, const Tenso
               barrier);
 }
 
-DEVICE void prefetch_weights(const Problem& p, int begin) {
-  const int bytes = min(p.end - begin, p.prefetch) * kTileBytes;
-  if (bytes <= 0) return;
+DEVICE void prefetch_weights(const Problem& p, int block) {
 #pragma unroll
   for (int group = 0; group < WARPGROUPS; ++group)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(tile_address(p, group, begin)),
-                 "r"(bytes)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(tile_address(p, group, block)),
+                 "n"(kTileBytes)
                  : "memory");
 }
 
@@ -87,32 +94,39 @@ struct Stage {
   }
 };
 
-// One thread's work: fills the ring with weights, waits for the kernels before, keeps the ring full.
+// One thread's work: starts the ring with weights, waits for the kernels before, keeps the ring full.
 struct Producer {
   const Shared& shared;
   const Problem& p;
   const TensorMap& map;
-  int next;  // block to load
+  int next;  // step to load
   Stage stage;
 
-  DEVICE void fill() {
-    next = min(p.begin + STAGES, p.end);
-    for (int block = p.begin; block < next; ++block) load_weights(shared, p, block, block - p.begin);
-    prefetch_weights(p, next);
-    if (!kIsResident) {
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-      wait_for_previous_kernels();
+  DEVICE void start() {
+    for (int stage = 0; stage < STAGES; ++stage) {
+      barrier_init(shared.full + stage * 8, kIsResident ? 1 : 2);  // weights, activations
+      barrier_init(shared.empty + stage * 8, kConsumers / 32);
     }
-    for (int block = p.begin; block < next; ++block)
-      load_activations(shared, p, map, block, block - p.begin);
+    barrier_init_fence();
+    fence_async_proxy();
+    next = min(STAGES, p.blocks);
+    for (int i = 0; i < next; ++i) load_weights(shared, p, p.begin + p.at(i), i);
+    for (int i = next; i < min(p.blocks, next + p.prefetch); ++i) prefetch_weights(p, p.begin + p.at(i));
+    if (!kIsResident) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
   }
 
-  // Loads the blocks before `end`, whose stages are free, or will be soon.
+  DEVICE void fill() {
+    if (kIsResident) return;
+    wait_for_previous_kernels();
+    for (int i = 0; i < next; ++i) load_activations(shared, p, map, p.begin + p.at(i), i);
+  }
+
+  // Loads the steps before `end`, whose stages are free, or will be soon.
   DEVICE void refill(int end) {
-    for (; next < min(end, p.end); ++next) {
+    for (; next < min(end, p.blocks); ++next) {
       barrier_wait(shared.empty + stage.index * 8, stage.parity);
-      load_weights(shared, p, next, stage.index);
-      load_activations(shared, p, map, next, stage.index);
+      load_weights(shared, p, p.begin + p.at(next), stage.index);
+      load_activations(shared, p, map, p.begin + p.at(next), stage.index);
       stage.advance();
     }
   }
@@ -124,11 +138,13 @@ DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[kPart / 2], i
 #pragma unroll
   for (int unit = 0; unit < kPart / 8; ++unit) {
     const float2 scale = act_scales[(first_unit + unit) * 4 + lane % 4];
+    const float upper[2] = {weight_scale.x * scale.x, weight_scale.x * scale.y};
+    const float lower[2] = {weight_scale.y * scale.x, weight_scale.y * scale.y};
     float* sums = acc + (first_unit + unit) * 4;
-    sums[0] += part[unit * 4 + 0] * (weight_scale.x * scale.x);
-    sums[1] += part[unit * 4 + 1] * (weight_scale.x * scale.y);
-    sums[2] += part[unit * 4 + 2] * (weight_scale.y * scale.x);
-    sums[3] += part[unit * 4 + 3] * (weight_scale.y * scale.y);
+    sums[0] += part[unit * 4 + 0] * upper[0];
+    sums[1] += part[unit * 4 + 1] * upper[1];
+    sums[2] += part[unit * 4 + 2] * (GATE_UP ? lower : upper)[0];
+    sums[3] += part[unit * 4 + 3] * (GATE_UP ? lower : upper)[1];
   }
 }
 
@@ -149,18 +165,18 @@ DEVICE void multiply(float (&d)[N / 2], u32 weights, u32 activations, bool accum
 // `refill(n)` is called when all warps are about to be done with n blocks.
 template <typename Refill>
 DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* tile_scales,
-                    const float2* act_scales, int num_blocks, int group, int lane, Refill refill) {
+                    const float2* act_scales, const Problem& p, int group, int lane, Refill refill) {
   Stage stage;
-  for (int first = 0; first < num_blocks; first += kBatch) {
+  for (int first = 0; first < p.blocks; first += kBatch) {
     float parts[IS_FP8 ? kBatch : 1][kPart / 2];
     const Stage oldest = stage;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= num_blocks) break;
+      if (first + i >= p.blocks) break;
       barrier_wait(shared.full + stage.index * 8, stage.parity);
       const u32 weights = shared.ring + stage.index * kStageBytes + group * kTileBytes;
       const u32 activations =
-          shared.operand + (kIsResident ? (first + i) * kActBytes : stage.index * kStageBytes);
+          shared.operand + (kIsResident ? p.at(first + i) * kActBytes : stage.index * kStageBytes);
       if constexpr (!IS_FP8) {
         multiply<COLS>(acc, weights, activations, first + i > 0);
       } else {
@@ -168,7 +184,7 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
 #pragma unroll
         for (int unit = kPart / 8; unit < kUnits; unit += kPart / 8) {  // only where kBatch is 1
           wgmma_wait<0>();
-          add_scaled(acc, parts[i], unit - kPart / 8, tile_scales[first * WARPGROUPS + group],
+          add_scaled(acc, parts[i], unit - kPart / 8, tile_scales[p.at(first) * WARPGROUPS + group],
                      act_scales + stage.index * (COLS / 2), lane);
           multiply<kPart>(parts[i], weights, activations + unit * 1024, false);
         }
@@ -179,10 +195,10 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
     Stage done = oldest;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      if (first + i >= num_blocks) break;
+      if (first + i >= p.blocks) break;
       if constexpr (IS_FP8)
-        add_scaled(acc, parts[i], kUnits - kPart / 8, tile_scales[(first + i) * WARPGROUPS + group],
-                   act_scales + (kIsResident ? first + i : done.index) * (COLS / 2), lane);
+        add_scaled(acc, parts[i], kUnits - kPart / 8, tile_scales[p.at(first + i) * WARPGROUPS + group],
+                   act_scales + (kIsResident ? p.at(first + i) : done.index) * (COLS / 2), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared.empty + done.index * 8);
       done.advance();
@@ -258,29 +274,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   const Shared shared = {shared_address(ring), shared_address(operand), shared_address(scales),
                          shared_address(barriers), shared_address(barriers + STAGES)};
 
-  if (thread == kThreads - 32) {
-    for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared.full + stage * 8, kIsResident ? 1 : 2);  // weights, activations
-      barrier_init(shared.empty + stage * 8, kConsumers / 32);
-    }
-    barrier_init_fence();
-  }
+  const Problem problem = {tiles, act_scales,  num_blocks,           output.scale_stride, tile,
+                           begin, end - begin, tile % max(end - begin, 1), first_row, prefetch};
+  Producer producer = {shared, problem, map};
+  const bool is_producer = thread == kThreads - 32;
+  if (is_producer) producer.start();
+  __syncwarp();
   if (IS_FP8)
     for (int i = thread; i < (end - begin) * WARPGROUPS; i += kThreads)
       block_scales[i] = tile_scales[static_cast<i64>(tile * WARPGROUPS + i % WARPGROUPS) * num_blocks +
                                     begin + i / WARPGROUPS];
   __syncthreads();
   if (kCluster > 1 && !kExchangesInRing) cluster_arrive();  // this CTA runs, its exchange is there
-  const Problem problem = {tiles, act_scales, num_blocks, output.scale_stride, tile,
-                           begin, end, first_row, prefetch};
-  Producer producer = {shared, problem, map};
   if (kHasProducer && warp == kConsumers / 32) {
-    if (lane == 0) producer.fill(), producer.refill(end);
+    if (is_producer) producer.fill(), producer.refill(problem.blocks);
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();
     return;
   }
-  const bool is_producer = !kHasProducer && thread == kThreads - 32;
   if (is_producer) producer.fill();
   __syncwarp();
 
@@ -291,10 +302,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   load_rows(operand, scales, act_scales, output.scale_stride, rows, begin, end, thread);
 #endif
   float acc[COLS / 2] = {};
-  consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), end - begin, warp / 4, lane,
+  consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), problem, warp / 4, lane,
           [&](int done) {
-            if (is_producer) producer.refill(begin + done + STAGES);
-            if (!kHasProducer) __syncwarp();
+            if (kHasProducer) return;
+            if (is_producer) producer.refill(done + STAGES);
+            __syncwarp();
           });
   wait_for_previous_kernels();
 
