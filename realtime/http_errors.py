@@ -7,10 +7,11 @@ is refused before a route is reached (no key, no such path, a failure) goes thro
 import json
 from collections.abc import Callable, Mapping
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from realtime.connection import INTERNAL_ERROR
 from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError
@@ -68,6 +69,10 @@ class HttpErrors:
             return self.respond(
                 request.url.path, refusal, status=error.status_code, headers=error.headers
             )
+
+        @app.exception_handler(ClientDisconnect)
+        async def gone(request: Request, error: ClientDisconnect) -> Response:
+            return Response(status_code=400)  # nobody gets it, and it is no failure to be logged
 
         @app.exception_handler(Exception)
         async def internal_error(request: Request, error: Exception) -> JSONResponse:

@@ -271,7 +271,8 @@ def _references(form: _Form) -> list[Reference]:
 
 
 def _number(param: str, text: str, highest: int) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= highest:
+    is_number = text.isdecimal() and len(text) <= len(str(highest))
+    if not is_number or not 1 <= int(text) <= highest:
         message = f"{param}: got {text[:20]!r}, expected 1 to {highest}"
         raise PlosiveError("invalid_field", message, param=param)
     return int(text)

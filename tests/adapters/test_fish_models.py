@@ -73,6 +73,9 @@ async def test_search(tmp_path: Path) -> None:
         assert await titles(http, tag=["a", "b"]) == ["Anna"]
         assert len(await titles(http, self="true")) == 3
         assert await titles(http, author_id="somebody") == []
+        for number in ("0", "x", "9" * 5_000):
+            refused = await http.get("/model", params={"page_number": number})
+            assert refused.status_code == 422 and "page_number" in refused.json()["message"]
         first, second = [
             (await http.get("/model", params={"page_size": 3, "page_number": n})).json()
             for n in (1, 2)
