@@ -49,7 +49,7 @@ class GraphSet(Generic[Out]):
         self._run = run
         self._sizes = sorted(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Out]] = {}
-        self.nbytes = 0  # of device memory that capturing took
+        self.nbytes = 0  # of the graphs' memory pool; what the driver keeps of them is not in it
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -69,11 +69,12 @@ class GraphSet(Generic[Out]):
             pool = torch.cuda.graph_pool_handle()
             stream = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-            num_free, _ = torch.cuda.mem_get_info()
+            torch.cuda.empty_cache()
+            num_reserved = torch.cuda.memory_reserved()
             for size in progress(self._sizes[::-1]):
                 self._graphs[size] = self._capture(size, pool, stream)
             torch.cuda.synchronize()
-            self.nbytes = num_free - torch.cuda.mem_get_info()[0]
+            self.nbytes = torch.cuda.memory_reserved() - num_reserved
 
     def size_for(self, num_items: int) -> int:
         """The size that runs when `num_items` are wanted: the next one captured; without graphs
