@@ -166,7 +166,7 @@ class DacCodec:
     def _decode_piece(self, codes: Tensor, state: DacState, rows: Tensor) -> Tensor:
         if isinstance(self.decoder, FusedDecoder):
             flat = codes.transpose(1, 2).flatten(0, 1).int().contiguous()
-            return self.decoder(flat, None, rows, state.positions, state.history, state.ring)
+            return self.decoder(flat, rows, state.positions, state.history, state.ring)
         positions = state.positions.index_select(0, rows)
         history = state.history.index_select(0, rows)
         latents = self.quantizer.decode(codes)

@@ -13,6 +13,8 @@ from model.codec.checkpoint import Weights
 from model.codec.config import DacConfig, TransformerConfig
 from model.codec.dac_layers import HistoryLayout, KvRing
 from ops import codec as ops
+from ops import codec_unit as units_of
+from ops.codec_conv import Conv, ConvOut, Streams, conv, pack_conv
 
 _DILATIONS = (1, 3, 9)
 _KERNEL = 7
@@ -20,14 +22,15 @@ _KERNEL = 7
 
 def fits_kernels(config: DacConfig) -> bool:
     """Whether the CUDA kernels are made for these sizes."""
-    widths = [config.latent_dim, *(config.decoder_dim >> i for i in range(5))]
-    widths = widths[: 2 + len(config.decoder_rates)]
+    num_halvings = len(config.decoder_rates)
+    widths = [config.latent_dim, *(config.decoder_dim >> i for i in range(num_halvings + 1))]
     factors = (*config.decoder_rates, *config.downsample_factors)
     return (
         (config.post.window, config.post.head_dim) == (ops.WINDOW, ops.HEAD_DIM)
         and all(width % 64 == 0 or (width % 16 == 0 and width <= 112) for width in widths)
         and all(factor & (factor - 1) == 0 for factor in factors)
         and config.latent_dim <= 1024
+        and config.decoder_dim % (48 << num_halvings) == 0  # of the last convolution
     )
 
 
@@ -75,7 +78,6 @@ class FusedDecoder:
     def __call__(
         self,
         codes: Tensor,
-        index: Tensor | None,
         slots: Tensor,
         positions: Tensor,
         history: Tensor,
@@ -84,7 +86,7 @@ class FusedDecoder:
         """Decode the next T frames of B streams; all of their state moves on.
 
         Args:
-            codes, index: see `ops.begin`.
+            codes: i32 [B * T, K].
             slots: i64 [B] — distinct, except that padding may name one slot many times.
             positions, history, ring: rows of `num_slots` streams.
 
@@ -92,14 +94,14 @@ class FusedDecoder:
             f32 [B, T * frame_samples].
         """
         new_history = history.new_empty(len(slots), history.shape[1])
-        streams = ops.Streams(slots, history, new_history)
-        latents, turns = ops.begin(codes, index, self.books, positions, slots)
+        streams = Streams(slots, history, new_history)
+        latents, turns = ops.begin(codes, self.books, positions, slots)
         num_steps = num_frames = len(latents) // len(slots)
         x = self.post(latents, turns, ring, positions, slots)
         for layer in self.upsample:
             x = layer(x, streams, num_steps)
             num_steps *= layer.factor
-        x = _out(ops.conv(x, self.conv_in, streams, num_steps=num_steps))
+        x = _out(conv(x, self.conv_in, streams, num_steps=num_steps))
         for block in self.blocks:
             x = block(x, streams, num_steps)
             num_steps *= block.rate
@@ -126,7 +128,7 @@ class _Maker:
         kernel: int,
         dilation: int = 1,
         snake: Weights | None = None,
-    ) -> ops.Conv:
+    ) -> Conv:
         weight = self.place(weights, "weight", out_channels, in_channels, kernel).transpose(1, 2)
         return self._pack(weights, weight, out_channels, 1, dilation, snake)
 
@@ -138,7 +140,7 @@ class _Maker:
         kernel: int,
         stride: int,
         snake: Weights | None = None,
-    ) -> ops.Conv:
+    ) -> Conv:
         """An output step depends on its own input step and the one before: one or two taps, and
         `stride` times the columns. The kernel's first part meets the newest input."""
         weight = self.place(weights, "weight", in_channels, out_channels, kernel)
@@ -146,11 +148,31 @@ class _Maker:
         weight = weight.permute(3, 1, 2, 0).flip(2).flatten(0, 1)  # [stride * O, taps, I]
         return self._pack(weights, weight, out_channels, stride, 1, snake)
 
-    def linear(
-        self, weight: Tensor, bias: Tensor | None = None, activation: str = "none"
-    ) -> ops.Conv:
+    def unit(
+        self, weights: Weights, channels: int, dilation: int, next_snake: Weights | None
+    ) -> units_of.Unit:
+        """A residual unit, and the snake after it where nobody needs the sum itself."""
+
+        def snake(at: Weights) -> units_of.Snake:
+            return units_of.Snake.of(self.place(at, "alpha", 1, channels, 1).flatten())
+
+        conv7, conv1 = weights.at(1, "conv"), weights.at(3, "conv")
+        weight7 = self.place(conv7, "weight", channels, channels, _KERNEL).transpose(1, 2)
+        weight1 = self.place(conv1, "weight", channels, channels, 1)[..., 0]
+        return units_of.Unit(
+            weight=units_of.unit_weight(weight7.contiguous(), weight1, self.dtype),
+            bias7=self.place(conv7, "bias", channels),
+            bias1=self.place(conv1, "bias", channels),
+            before=snake(weights.at(0)),
+            between=snake(weights.at(2)),
+            after=None if next_snake is None else snake(next_snake),
+            dilation=dilation,
+            history_start=self.layout.reserve((_KERNEL - 1) * dilation * channels).start,
+        )
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None, activation: str = "none") -> Conv:
         """weight f32 [N, C]."""
-        return ops.pack_conv(weight[:, None], bias, self.dtype, activation=activation)
+        return pack_conv(weight[:, None], bias, self.dtype, activation=activation)
 
     def _pack(
         self,
@@ -160,12 +182,12 @@ class _Maker:
         repeats: int,
         dilation: int,
         snake: Weights | None,
-    ) -> ops.Conv:
+    ) -> Conv:
         _, num_taps, channels = weight.shape
         alpha = None
         if snake is not None:
             alpha = self.place(snake, "alpha", 1, out_channels, 1).flatten().repeat(repeats)
-        return ops.pack_conv(
+        return pack_conv(
             weight,
             self.place(weights, "bias", out_channels).repeat(repeats),
             self.dtype,
@@ -192,12 +214,12 @@ class _Transformer:
         eps = self.config.norm_eps
         for i, layer in enumerate(self.layers):
             y = ops.rms_norm(x, layer.attention_norm, eps, self.dtype)
-            qkv = _out(ops.conv(y, layer.wqkv))
+            qkv = _out(conv(y, layer.wqkv))
             y = ops.window_attention(qkv, ring.keys, ring.values, i, turns, positions, slots)
-            x = _raw(ops.conv(y, layer.wo, residual=x, raw=torch.float32, has_out=False))
+            x = _raw(conv(y, layer.wo, residual=x, raw=torch.float32, has_out=False))
             y = ops.rms_norm(x, layer.ffn_norm, eps, self.dtype)
-            y = _out(ops.conv(y, layer.gate_up))
-            x = _raw(ops.conv(y, layer.down, residual=x, raw=torch.float32, has_out=False))
+            y = _out(conv(y, layer.gate_up))
+            x = _raw(conv(y, layer.down, residual=x, raw=torch.float32, has_out=False))
         return ops.rms_norm(x, self.norm, eps, self.dtype)
 
 
@@ -253,14 +275,12 @@ class _Upsample:
             make.place(block, "pwconv2.bias", dim) * gamma,
         )
 
-    def __call__(self, x: Tensor, streams: ops.Streams, num_steps: int) -> Tensor:
+    def __call__(self, x: Tensor, streams: Streams, num_steps: int) -> Tensor:
         """x [B * T, C] -> [B * T * factor, C]."""
-        made = ops.conv(
-            x, self.conv, streams, num_steps=num_steps, raw=torch.float32, has_out=False
-        )
+        made = conv(x, self.conv, streams, num_steps=num_steps, raw=torch.float32, has_out=False)
         x = _raw(made).view(-1, x.shape[1])
         y = ops.depthwise_norm(x, self.depthwise, streams, num_steps * self.factor, self.dtype)
-        return _out(ops.conv(_out(ops.conv(y, self.expand)), self.reduce, residual=x))
+        return _out(conv(_out(conv(y, self.expand)), self.reduce, residual=x))
 
 
 class _Block:
@@ -271,36 +291,49 @@ class _Block:
     ) -> None:
         half, self.rate = dim // 2, rate
         units = [weights.at(i + 2, "block") for i in range(len(_DILATIONS))]
-        snakes = [*(unit.at(0) for unit in units[1:]), next_snake]
+        self.is_fused = half in units_of.CHANNELS
+        # A fused unit takes its input without the snake.
+        first_snake = None if self.is_fused else units[0].at(0)
         self.conv = make.transposed(
-            weights.at(1, "conv"), dim, half, 2 * rate, rate, snake=units[0].at(0)
+            weights.at(1, "conv"), dim, half, 2 * rate, rate, snake=first_snake
         )
-        self.units = [
-            (
-                make.conv(unit.at(1, "conv"), half, half, _KERNEL, dilation, snake=unit.at(2)),
-                make.conv(unit.at(3, "conv"), half, half, 1, snake=snake),
-            )
-            for unit, dilation, snake in zip(units, _DILATIONS, snakes, strict=True)
-        ]
+        snakes = [*(unit.at(0) for unit in units[1:]), next_snake]
+        self.units: list[units_of.Unit] = []
+        self.pairs: list[tuple[Conv, Conv]] = []
+        for i, (unit, dilation) in enumerate(zip(units, _DILATIONS, strict=True)):
+            if self.is_fused:
+                is_last = i + 1 == len(units)
+                self.units.append(make.unit(unit, half, dilation, next_snake if is_last else None))
+                continue
+            conv7 = make.conv(unit.at(1, "conv"), half, half, _KERNEL, dilation, snake=unit.at(2))
+            conv1 = make.conv(unit.at(3, "conv"), half, half, 1, snake=snakes[i])
+            self.pairs.append((conv7, conv1))
 
-    def __call__(self, x: Tensor, streams: ops.Streams, num_steps: int) -> Tensor:
+    def __call__(self, x: Tensor, streams: Streams, num_steps: int) -> Tensor:
         """x [B * T, dim], the block's snake applied -> [B * T * rate, dim / 2], the next one's."""
-        made = ops.conv(x, self.conv, streams, num_steps=num_steps, raw=x.dtype)
+        raw = None if self.is_fused else x.dtype
+        made = conv(x, self.conv, streams, num_steps=num_steps, raw=raw)
         num_steps *= self.rate
-        x, y = (t.view(-1, t.shape[1] // self.rate) for t in (_raw(made), _out(made)))
-        for i, (conv7, conv1) in enumerate(self.units):
-            is_last = i + 1 == len(self.units)
-            y = _out(ops.conv(y, conv7, streams, num_steps=num_steps))
-            made = ops.conv(y, conv1, residual=x, raw=None if is_last else x.dtype)
+        y = _out(made)
+        y = y.view(-1, y.shape[1] // self.rate)
+        for unit in self.units:
+            y = units_of.unit(y, unit, streams, num_steps)
+        if self.is_fused:
+            return y
+        x = _raw(made).view_as(y)
+        for i, (conv7, conv1) in enumerate(self.pairs):
+            is_last = i + 1 == len(self.pairs)
+            y = _out(conv(y, conv7, streams, num_steps=num_steps))
+            made = conv(y, conv1, residual=x, raw=None if is_last else x.dtype)
             x, y = made.raw if made.raw is not None else x, _out(made)
         return y
 
 
-def _out(result: ops.ConvOut) -> Tensor:
+def _out(result: ConvOut) -> Tensor:
     assert result.out is not None
     return result.out
 
 
-def _raw(result: ops.ConvOut) -> Tensor:
+def _raw(result: ConvOut) -> Tensor:
     assert result.raw is not None
     return result.raw

@@ -121,8 +121,9 @@ def test_kernels_equal_plain(config):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_streams_equal_whole_clips_bit_for_bit_on_the_gpu():
-    check_schedule(build(KERNEL_CONFIG, "cuda"), KERNEL_CONFIG, 0.0)
+@pytest.mark.parametrize("config", [KERNEL_CONFIG, DacConfig.s2()], ids=["kernel", "s2"])
+def test_streams_equal_whole_clips_bit_for_bit_on_the_gpu(config):
+    check_schedule(build(config, "cuda"), config, 0.0)
 
 
 @pytest.mark.gpu

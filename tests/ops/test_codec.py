@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ops import codec, nvrtc
+from ops import codec_conv as codec
+from ops import codec_unit as units
+from ops import nvrtc
 
 ARCHS = ["sm_90a", "sm_100a", "sm_120a"]
 
@@ -46,22 +48,71 @@ def test_residual_comes_before_the_activation_and_raw_is_what_it_sees():
     torch.testing.assert_close(out, plain + (layer.alpha * plain).sin() ** 2 / layer.alpha)
 
 
+def test_unit_is_its_layers_one_after_the_other():
+    channels, dilation, steps = 96, 3, 7
+    conv7, conv1 = torch.randn(channels, 7, channels) / 26, torch.randn(channels, channels) / 10
+    bias7, bias1 = torch.randn(2, channels)
+    before, between, after = (units.Snake.of(torch.rand(channels) + 0.5) for _ in range(3))
+    unit = units.Unit(
+        units.unit_weight(conv7, conv1, torch.float32), bias7, bias1, before, between, after,
+        dilation, history_start=0,
+    )  # fmt: skip
+    history = torch.randn(3, unit.num_past * channels)
+    streams = codec.Streams(torch.tensor([2, 0]), history, torch.empty(2, history.shape[1]))
+    x = torch.randn(2 * steps, channels)
+    past = history[[2, 0]].view(2, unit.num_past, channels)
+    padded = torch.cat([past, x.view(2, steps, channels)], dim=1)
+    y = F.conv1d(before(padded).transpose(1, 2), conv7.transpose(1, 2), bias7, dilation=dilation)
+    y = F.linear(between(y.transpose(1, 2).flatten(0, 1)), conv1, bias1)
+    torch.testing.assert_close(units.unit(x, unit, streams, steps), after(y + x))
+    assert torch.equal(streams.new_history, padded[:, steps:].flatten(1))
+
+
+def test_long_sums_of_few_columns_are_split_whatever_the_rows():
+    assert random_layer(1024, 1024, 7, 1)[1].num_splits == 4
+    assert random_layer(1024, 8192, 7, 1)[1].num_splits == 1
+    assert random_layer(384, 384, 7, 1)[1].num_splits == 1
+
+
 def test_sizes_that_no_block_of_channels_fits_are_refused():
     with pytest.raises(AssertionError, match="144"):
         codec.channel_block(144)
 
 
 def test_large_tiles_only_when_they_fill_the_device():
-    assert codec.tile_for(64 * 2048, 96).rows > codec.tile_for(4, 96).rows
+    _, layer = random_layer(96, 96, 7, 1)
+    assert codec.tile_for(64 * 2048, layer).rows > codec.tile_for(4, layer).rows
+
+
+def test_pieces_of_weights_are_swizzled_as_the_tensor_cores_read_them():
+    weight = torch.arange(40 * 128.0).view(40, 128)
+    pieces = codec._tiles(weight)
+    assert pieces.shape == (2, 2, 32, 64)
+    for row, product in ((0, 0), (5, 70), (33, 127), (39, 64)):
+        chunk, within = product % 64 // 8, product % 8
+        place = (chunk ^ row % 8) * 8 + within
+        assert pieces[row // 32, product // 64, row % 32, place] == weight[row, product]
+    assert not pieces[1, :, 8:].any()
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("block", [64, 96])
 def test_convolution_compiles(arch, block):
     pytest.importorskip("cuda.bindings.nvrtc")
-    for tile in (codec.tile_for(1 << 20, 96), codec.tile_for(1, 96)):
+    for tile in codec.TILES:
         cubin = nvrtc.compile_source("codec_conv.cu", arch, codec.defines_of(tile, block))
         assert b"codec_conv" in cubin
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_units_compile(arch):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for channels in units.CHANNELS:
+        for rows in (1, 1 << 20):
+            defines = codec.defines_of(
+                units.unit_tile(rows, channels), codec.channel_block(channels)
+            )
+            assert b"codec_unit" in nvrtc.compile_source("codec_unit.cu", arch, defines)
 
 
 @pytest.mark.parametrize("arch", ARCHS)

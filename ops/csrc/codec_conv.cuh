@@ -1,0 +1,236 @@
+// What the codec's convolutions share: their tile, its inputs with their halo in shared memory (a
+// slab), the products of a fragment with a tile of weights, activations, the history of the next call.
+//
+// Defined by the including file: WARPGROUPS (BM = 64 * WARPGROUPS rows), BN (32, 96 or 192 columns),
+// CB (channels at a time), STAGES (tiles of weights in flight).
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "common.cuh"
+
+constexpr int kThreads = WARPGROUPS * 128, BM = WARPGROUPS * 64;
+constexpr int kSlabStride = CB * 2 + 16;  // bytes; odd in units of 16, so that ldmatrix has no conflicts
+constexpr int kPieceBytes = 32 * 128;        // weights of 64 products for 32 columns
+constexpr int kTileBytes = BN / 32 * kPieceBytes;
+constexpr int kSumStride = BN + 8;           // floats
+constexpr int kBarrierBytes = 2 * STAGES * 8;  // of a stage: it is full, it is empty
+static_assert(CB % 16 == 0 && BN % 32 == 0, "");
+
+enum Activation { kNone, kSnake, kGelu, kSwiglu };
+
+DEVICE void copy16(u32 destination, const void* source) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(destination), "l"(source)
+               : "memory");
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+DEVICE void wait_copies(int pending) {  // all but the latest `pending` groups, of which at most 6 are left
+  switch (pending) {
+    case 0: return wait_copies<0>();
+    case 1: return wait_copies<1>();
+    case 2: return wait_copies<2>();
+    case 3: return wait_copies<3>();
+    case 4: return wait_copies<4>();
+    case 5: return wait_copies<5>();
+    default: return wait_copies<6>();
+  }
+}
+DEVICE void load_fragment(u32 (&a)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(address)
+               : "memory");
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(NO_WGMMA)
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+#define R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define R48                                                                                       \
+  R16                                                                                             \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "  \
+  "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define R96                                                                                       \
+  R48                                                                                             \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63" \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+
+// d [64 x BN] += a [64 x 16] (registers) * weights [BN x 16]^T (shared, 128-byte swizzled).
+DEVICE void multiply(float (&d)[BN / 2], const u32 (&a)[4], u32 weights, int, int) {
+  u64 tile = u64((weights & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+#if BN == 32
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" R16
+      "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+      : D16(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile));
+#elif BN == 192
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32.f16.f16 {" R96
+      "}, {%96, %97, %98, %99}, %100, 1, 1, 1, 0;"
+      : D16(0), D16(16), D16(32), D16(48), D16(64), D16(80)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile));
+#else
+  static_assert(BN == 96, "");
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 {" R48
+      "}, {%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
+      : D16(0), D16(16), D16(32)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tile));
+#endif
+}
+DEVICE u32 step_address(u32 tile, int step) { return tile + step * 32; }
+DEVICE void fence_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void finish_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+DEVICE void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+#else
+// The same on any architecture, a warp's 16 rows at a time.
+DEVICE void multiply(float (&d)[BN / 2], const u32 (&a)[4], u32 tile, int step, int lane) {
+  int row = lane % 8 + lane / 16 * 8, chunk = step * 2 + lane / 8 % 2;
+#pragma unroll
+  for (int n = 0; n < BN; n += 16) {
+    u32 b[4];
+    load_fragment(b, tile + (n + row) * 128 + (chunk ^ row % 8) * 16);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float* c = d + n / 2 + half * 4;
+      asm volatile(
+          "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+          "{%8, %9}, {%0, %1, %2, %3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * half]), "r"(b[2 * half + 1]));
+    }
+  }
+}
+DEVICE u32 step_address(u32 tile, int) { return tile; }
+DEVICE void fence_registers() {}
+DEVICE void finish_products() {}
+template <int kPending>
+DEVICE void wait_products() {}
+#endif
+
+DEVICE float clamped(float value) { return fminf(fmaxf(value, -65504.f), 65504.f); }
+DEVICE uint4 packed(const float (&v)[8]) {
+  uint4 result;
+  __half2* halves = reinterpret_cast<__half2*>(&result);
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    halves[i] = __floats2half2_rn(clamped(v[2 * i]), clamped(v[2 * i + 1]));
+  return result;
+}
+DEVICE void load8(float (&v)[8], const float* source) {
+  float4 low = reinterpret_cast<const float4*>(source)[0];
+  float4 high = reinterpret_cast<const float4*>(source)[1];
+  v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+  v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+}
+
+struct Shape {
+  int num_rows, num_steps, channels, columns;  // rows = streams * steps
+  int num_taps, dilation;
+  int padded_products;  // length of a weight row: taps * channels, zeros up to a multiple of 64
+  int history_values, history_start;  // of a stream's row of the history; where this layer's lie
+  int activation, is_f32;             // of residual and raw
+};
+
+// Where row `row` of the slab comes from; null: zeros.
+DEVICE const __half* slab_source(int row, int first, const Shape& s, const __half* in,
+                                 const __half* history, const i64* slots) {
+  int halo = (s.num_taps - 1) * s.dilation, steps = min(s.num_steps, BM);
+  int segment = row / (steps + halo), offset = row - segment * (steps + halo) - halo;
+  int stream = first / s.num_steps + segment;
+  int t = (s.num_steps < BM ? 0 : first % s.num_steps) + offset;
+  if (stream * s.num_steps >= s.num_rows || t >= s.num_steps) return nullptr;
+  if (t >= 0) return in + i64(stream * s.num_steps + t) * s.channels;
+  return history + slots[stream] * s.history_values + s.history_start + i64(halo + t) * s.channels;
+}
+
+// The last inputs of every stream, the history of its next call.
+DEVICE void write_history(int first, const Shape& s, const __half* in, const __half* history,
+                          __half* new_history, const i64* slots) {
+  int past = (s.num_taps - 1) * s.dilation, chunks = s.channels / 8;
+  int steps = min(s.num_steps, BM), last = min(first + BM, s.num_rows);
+  if (past == 0 || first % s.num_steps + steps + past <= s.num_steps) return;
+  for (int i = threadIdx.x; i < (last - first) * chunks; i += kThreads) {
+    int row = first + i / chunks, chunk = i % chunks, stream = row / s.num_steps;
+    int place = row % s.num_steps - s.num_steps + past;
+    if (place < 0) continue;
+    auto source = reinterpret_cast<const uint4*>(in + i64(row) * s.channels) + chunk;
+    auto target = new_history + i64(stream) * s.history_values + s.history_start;
+    reinterpret_cast<uint4*>(target + place * s.channels)[chunk] = *source;
+  }
+  int num_kept = past - s.num_steps;  // of the old ones
+  if (num_kept <= 0) return;
+  int num_streams = (last - first) / s.num_steps;
+  for (int i = threadIdx.x; i < num_streams * num_kept * chunks; i += kThreads) {
+    int stream = first / s.num_steps + i / (num_kept * chunks), j = i % (num_kept * chunks);
+    auto source = history + slots[stream] * s.history_values + s.history_start;
+    auto target = new_history + i64(stream) * s.history_values + s.history_start;
+    reinterpret_cast<uint4*>(target)[j] =
+        reinterpret_cast<const uint4*>(source + s.num_steps * s.channels)[j];
+  }
+}
+
+DEVICE void activate(float (&v)[8], int activation, int column, const float* alpha,
+                     const float* inverse) {
+  if (activation == kSnake) {
+    float a[8], r[8];
+    load8(a, alpha + column), load8(r, inverse + column);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      float wave = __sinf(a[i] * v[i]);
+      v[i] += wave * wave * r[i];
+    }
+  } else if (activation == kGelu) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] *= 0.5f * (1 + erff(v[i] * 0.70710678f));
+  } else if (activation == kSwiglu) {  // columns alternate: gate, up; the results come first
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      v[i] = v[2 * i] / (1 + __expf(-v[2 * i])) * v[2 * i + 1];
+  }
+}
+
+// Tiles of weights on their way to shared memory: full barriers, then empty ones, then the tiles.
+struct WeightStream {
+  u32 base, tiles;
+  const __half* weight;  // of the CTA's first piece
+  int num_tiles, num_pieces;
+  int pitch;  // tiles from one piece's first to the next one's
+
+  DEVICE u32 full(int k) const { return base + k % STAGES * 8; }
+  DEVICE u32 empty(int k) const { return base + (STAGES + k % STAGES) * 8; }
+  DEVICE u32 tile(int k) const { return tiles + k % STAGES * kTileBytes; }
+  DEVICE void load(int k) const {  // one thread
+    barrier_expect(full(k), num_pieces * kPieceBytes);
+    for (int i = 0; i < num_pieces; i++)
+      bulk_copy(tile(k) + i * kPieceBytes, weight + (i64(i) * pitch + k) * (kPieceBytes / 2),
+                kPieceBytes, full(k));
+  }
+  DEVICE void start() const {  // one thread; nothing waits for the kernel before
+    for (int i = 0; i < STAGES; i++) {
+      barrier_init(full(i), 1);
+      barrier_init(empty(i), kThreads / 32);
+    }
+    barrier_init_fence();
+    for (int k = 0; k < min(STAGES, num_tiles); k++) load(k);
+  }
+  DEVICE void wait(int k) const { barrier_wait(full(k), k / STAGES & 1); }
+  // All threads, once the products of tile k are under way: into the tile before comes the next.
+  DEVICE void refill(int k) const {
+    if (threadIdx.x != 0 || k == 0 || k - 1 + STAGES >= num_tiles) return;
+    barrier_wait(empty(k - 1), (k - 1) / STAGES & 1);
+    load(k - 1 + STAGES);
+  }
+  DEVICE void release(int k) const {  // all threads, after the products of tile k
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty(k));
+  }
+};

@@ -1,0 +1,196 @@
+// A residual unit of the codec in one kernel: x + conv1(snake(conv7(snake(x)))), and perhaps the
+// snake that follows. x is read and written once.
+//
+// A CTA makes BM rows of all BN = channels columns. The snake is applied to the slab where it lies.
+// What conv7 gives stays in registers: a thread's sums of 16 columns are, rounded, its part of a
+// fragment of conv1's input.
+#ifndef WARPGROUPS
+#define WARPGROUPS 2
+#define BN 96
+#define CB 96
+#define STAGES 4
+#endif
+
+#include "codec_conv.cuh"
+
+constexpr int kTaps = 7, kBlocks = BN / CB, kSlabs = kBlocks > 1 ? 2 : 1;
+constexpr int kFirstTiles = (kTaps * BN + 63) / 64, kLastTiles = (BN + 63) / 64;  // of conv7, conv1
+constexpr int kParts = 4;  // the next slab's snake is applied during the last taps of a block's
+
+struct Snakes {
+  const float *alpha, *inverse;
+  DEVICE float2 operator()(int column, float2 v) const {
+    float2 a = *reinterpret_cast<const float2*>(alpha + column);
+    float2 r = *reinterpret_cast<const float2*>(inverse + column);
+    float x = __sinf(a.x * v.x), y = __sinf(a.y * v.y);
+    return make_float2(v.x + x * x * r.x, v.y + y * y * r.y);
+  }
+};
+
+DEVICE u32 packed2(float2 v) {
+  __half2 halves = __floats2half2_rn(clamped(v.x), clamped(v.y));
+  return *reinterpret_cast<u32*>(&halves);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    codec_unit(const __half* x, const __half* history, __half* new_history, const i64* slots,
+               const __half* weight, const float* bias7, const float* bias1, const float* alpha0,
+               const float* inverse0, const float* alpha1, const float* inverse1, const float* alpha2,
+               const float* inverse2, __half* out, int num_rows, int num_steps, int dilation,
+               int history_values, int history_start) {
+  extern __shared__ unsigned char shared[];
+  const Shape s{num_rows, num_steps,      BN,            BN,     kTaps, dilation,
+                0,        history_values, history_start, kSnake, 0};
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first = blockIdx.x * BM;
+  const int halo = (kTaps - 1) * dilation, steps = min(num_steps, BM);
+  const int slab_rows = (BM / steps) * (steps + halo);
+  const u32 base = shared_address(shared), tiles = (base + kBarrierBytes + 1023) & ~1023u;
+  const u32 slabs = tiles + STAGES * kTileBytes, slab_bytes = slab_rows * kSlabStride;
+  unsigned char* slab_memory = shared + (slabs - base);
+  const __half** sources = reinterpret_cast<const __half**>(slab_memory + kSlabs * slab_bytes);
+  const WeightStream weights{base,   tiles, weight, kFirstTiles + kLastTiles, BN / 32,
+                             kFirstTiles + kLastTiles};
+  const int num_chunks = slab_rows * (CB / 8);
+
+  auto load_slab = [&](int block) {
+    for (int i = tid; i < num_chunks; i += kThreads) {
+      int row = i / (CB / 8), chunk = i % (CB / 8);
+      u32 target = slabs + block % kSlabs * slab_bytes + row * kSlabStride + chunk * 16;
+      if (sources[row]) copy16(target, sources[row] + block * CB + chunk * 8);
+    }
+    commit_copies();
+  };
+  // A thread applies the snake to the chunks that it has copied itself, or to a part of them.
+  auto apply_snake = [&](int block, int part, int num_parts) {
+    unsigned char* slab = slab_memory + block % kSlabs * slab_bytes;
+    for (int i = tid + part * kThreads; i < num_chunks; i += num_parts * kThreads) {
+      int row = i / (CB / 8), chunk = i % (CB / 8);
+      uint4* at = reinterpret_cast<uint4*>(slab + row * kSlabStride) + chunk;
+      uint4 bits = *at;
+      const __half2* halves = reinterpret_cast<const __half2*>(&bits);
+      float v[8];
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        float2 pair = __half22float2(halves[j]);
+        v[2 * j] = pair.x, v[2 * j + 1] = pair.y;
+      }
+      activate(v, kSnake, block * CB + chunk * 8, alpha0, inverse0);
+      *at = packed(v);
+    }
+  };
+
+  if (tid == 0) weights.start();
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  for (int row = tid; row < slab_rows; row += kThreads) {
+    sources[row] = slab_source(row, first, s, x, history, slots);
+    if (sources[row]) continue;
+    for (int i = 0; i < kSlabs; i++)
+      for (int chunk = 0; chunk < CB / 8; chunk++)
+        reinterpret_cast<uint4*>(slab_memory + i * slab_bytes + row * kSlabStride)[chunk] =
+            make_uint4(0, 0, 0, 0);
+  }
+  __syncthreads();
+  load_slab(0);
+  wait_copies<0>();
+  apply_snake(0, 0, 1);
+
+  float sums[BN / 2];
+#pragma unroll
+  for (int i = 0; i < BN / 2; i++) sums[i] = 0;
+  const int tile_row = warp * 16 + lane % 16;
+  const u32 lane_offset =
+      (tile_row / steps * (steps + halo) + tile_row % steps) * kSlabStride + lane / 16 * 16;
+  const u32 tap_bytes = dilation * kSlabStride;
+  u32 at = slabs + lane_offset;  // of the tap's rows
+  int channel = 0, tap = 0, block = 0;
+  bool is_new_block = true;
+  for (int k = 0; k < kFirstTiles; k++) {
+    if (is_new_block) {
+      __syncthreads();
+      if (block + 1 < kBlocks) load_slab(block + 1);
+      is_new_block = false;
+    }
+    const int part = block + 1 < kBlocks ? tap - (kTaps - kParts) : -1;  // of the next slab
+    weights.wait(k);
+    u32 a[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      load_fragment(a[i], at + channel * 2);
+      channel += 16;
+      if (channel < CB) continue;
+      channel = 0, tap++, at += tap_bytes;
+      if (tap < kTaps) continue;
+      tap = 0, block++;
+      is_new_block = block < kBlocks;
+      at = slabs + (block < kBlocks ? block % kSlabs * slab_bytes : 0) + lane_offset;
+    }
+    fence_registers();
+#pragma unroll
+    for (int i = 0; i < 4; i++) multiply(sums, a[i], step_address(weights.tile(k), i), i, lane);
+    finish_products();
+    weights.refill(k);
+    if (part >= 0) {
+      wait_copies<0>();
+      apply_snake(block - is_new_block + 1, part, kParts);
+    }
+    wait_products<0>();
+    weights.release(k);
+  }
+
+  // Sums of columns 16 i .. 16 i + 15 -> fragment i of the second product.
+  u32 inner[kLastTiles * 4][4];
+  const Snakes snake1{alpha1, inverse1};
+#pragma unroll
+  for (int j = 0; j < kLastTiles * 8; j++) {
+    float2 low = make_float2(0, 0), high = low;
+    if (j < BN / 8) {
+      int column = j * 8 + lane % 4 * 2;
+      float2 bias = *reinterpret_cast<const float2*>(bias7 + column);
+      low = snake1(column, make_float2(sums[4 * j] + bias.x, sums[4 * j + 1] + bias.y));
+      high = snake1(column, make_float2(sums[4 * j + 2] + bias.x, sums[4 * j + 3] + bias.y));
+      sums[4 * j] = sums[4 * j + 1] = sums[4 * j + 2] = sums[4 * j + 3] = 0;
+    }
+    inner[j / 2][j % 2 * 2] = packed2(low), inner[j / 2][j % 2 * 2 + 1] = packed2(high);
+  }
+#pragma unroll
+  for (int tile = 0; tile < kLastTiles; tile++) {
+    const int k = kFirstTiles + tile;
+    weights.wait(k);
+    fence_registers();
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      multiply(sums, inner[tile * 4 + i], step_address(weights.tile(k), i), i, lane);
+    finish_products();
+    weights.refill(k);
+    wait_products<0>();
+    weights.release(k);
+  }
+  __syncthreads();
+
+  float* staged = reinterpret_cast<float*>(shared + (tiles - base));
+#pragma unroll
+  for (int j = 0; j < BN / 8; j++) {
+    float* to = staged + (warp * 16 + lane / 4) * kSumStride + j * 8 + lane % 4 * 2;
+    *reinterpret_cast<float2*>(to) = make_float2(sums[4 * j], sums[4 * j + 1]);
+    *reinterpret_cast<float2*>(to + 8 * kSumStride) = make_float2(sums[4 * j + 2], sums[4 * j + 3]);
+  }
+  __syncthreads();
+  for (int i = tid; i < BM * (BN / 8); i += kThreads) {
+    int row = first + i / (BN / 8), column = i % (BN / 8) * 8;
+    if (row >= num_rows) break;
+    float v[8], bias[8];
+    load8(v, staged + i / (BN / 8) * kSumStride + column);
+    load8(bias, bias1 + column);
+    uint4 bits = *reinterpret_cast<const uint4*>(x + i64(row) * BN + column);
+    const __half2* halves = reinterpret_cast<const __half2*>(&bits);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      float2 pair = __half22float2(halves[e]);
+      v[2 * e] += bias[2 * e] + pair.x, v[2 * e + 1] += bias[2 * e + 1] + pair.y;
+    }
+    if (alpha2) activate(v, kSnake, column, alpha2, inverse2);
+    *reinterpret_cast<uint4*>(out + i64(row) * BN + column) = packed(v);
+  }
+  write_history(first, s, x, history, new_history, slots);
+}
