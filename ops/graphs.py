@@ -7,8 +7,10 @@ into a set of its own.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -71,8 +73,9 @@ class GraphSet(Generic[Out]):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             num_reserved = torch.cuda.memory_reserved()
-            for size in progress(self._sizes[::-1]):
-                self._graphs[size] = self._capture(size, pool, stream)
+            with _no_garbage_collection():
+                for size in progress(self._sizes[::-1]):
+                    self._graphs[size] = self._capture(size, pool, stream)
             torch.cuda.synchronize()
             self.nbytes = torch.cuda.memory_reserved() - num_reserved
 
@@ -101,3 +104,16 @@ class GraphSet(Generic[Out]):
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = self._run(size)
         return graph, result
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An older graph that is collected while another one is captured makes the capture invalid."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
