@@ -129,10 +129,12 @@ class EffectiveFormat(_Message):
     """The format that really flows, and what a decoder needs to be sample-exact."""
 
     codec: Literal["opus", "pcm_s16le"]
-    sample_rate: int
-    channels: int = 1
-    packet_ms: int = PACKET_MS
-    pre_skip_samples: int = 0  # of every turn, to be dropped after decoding
+    sample_rate: int = Field(ge=8_000, le=192_000)
+    channels: int = Field(default=1, ge=1, le=8)
+    packet_ms: int = Field(default=PACKET_MS, ge=1, le=120)
+    pre_skip_samples: int = Field(
+        default=0, ge=0, le=192_000
+    )  # of every turn, to be dropped after decoding
 
 
 class SessionReady(_Message):

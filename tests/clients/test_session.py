@@ -1,6 +1,7 @@
 """The asynchronous client against a scripted server: every end a turn can have."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -578,6 +579,32 @@ async def test_frames_that_cannot_be_read_end_the_session(frame) -> None:
     async with scripted_server(script) as server, connect(server.url) as session:
         with pytest.raises(ProtocolError, match="cannot be read"):
             async for _ in session.say("Hello"):
+                pass
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"sample_rate": 0},
+        {"sample_rate": -24_000},
+        {"sample_rate": 10**12},
+        {"pre_skip_samples": -1},
+        {"pre_skip_samples": 10**9},
+        {"packet_ms": 0},
+        {"channels": 0},
+    ],
+)
+async def test_a_format_that_cannot_be_refuses_the_session(field) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.expect(SessionStart)
+        message = ready().model_dump()
+        message["format"] |= field
+        await peer.send_raw(json.dumps(message))
+        await peer.until_closed()
+
+    async with scripted_server(script) as server:
+        with pytest.raises(ProtocolError, match="cannot be read"):
+            async with connect(server.url, format=PCM_FORMAT):
                 pass
 
 
