@@ -258,6 +258,18 @@ async def _serve(
     return 0 if announcing.cancelled() or announcing.exception() is None else 1
 
 
+def memory_line(stats: dict[str, float]) -> str:
+    """What a big model takes of its device; empty for a small one."""
+    sizes = {name: size for name, size in stats.items() if name.endswith("_bytes") and size}
+    if sum(sizes.values()) < _WORTH_A_LINE_BYTES:
+        return ""
+    parts = (
+        f"{name.removesuffix('_bytes').replace('_', ' ')} {size / 1e9:.2f}"
+        for name, size in sizes.items()
+    )
+    return f"Device memory in GB: {', '.join(parts)}"
+
+
 async def _announce(
     config: ServerConfig, engine: Engine, hub: Hub, sock: socket.socket, started_s: float
 ) -> None:
@@ -268,6 +280,8 @@ async def _announce(
         print(f"plosive: the model cannot be served: {error}", file=sys.stderr)
         raise
     url, ready_s = _url(config.host, sock), time.monotonic() - started_s
+    if line := memory_line(engine.stats()):
+        print(line, flush=True)
     print(
         f"Plosive listening on {url} (model {engine.info.model_name}, "
         f"{engine.info.num_slots} slots, ready in {ready_s:.1f} s)",

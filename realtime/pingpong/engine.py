@@ -22,6 +22,7 @@ from tqdm import tqdm
 from model.errors import ClipError, ConfigError, ModelError
 from model.kv_cache import KVCache, default_page_size
 from model.speech_model import SpeechModel
+from model.tensor_bytes import tensor_bytes
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.api import EngineInfo
 from realtime.pingpong.clip_process import read_clip_apart
@@ -107,7 +108,10 @@ class PingPongEngine:
                 join=lambda join: self._decode.inbox.put(join),
                 chunk_positions=config.chunk_positions,
             )
-        self._weight_bytes = model.dual_ar.nbytes
+        self._weight_bytes = {
+            "weight_bytes": model.dual_ar.nbytes,
+            "codec_weight_bytes": tensor_bytes(model.codec),
+        }
         self._sink: Callable[[Event], None] = _no_sink
         self._threads: list[threading.Thread] = []
         self._is_stopping = threading.Event()
@@ -200,7 +204,7 @@ class PingPongEngine:
             "kv_pages": self._cache.num_pages - 1,
             "kv_pages_used": prefill.kv.allocator.num_used,
             "kv_bytes": self._cache.kv.nbytes,
-            "weight_bytes": self._weight_bytes,
+            **self._weight_bytes,
             "graph_bytes": decode.frames.graph_bytes,
             "codec_graph_bytes": vocode.runner.graph_bytes,
             "prefill_graph_bytes": prefill.kv.runner.graph_bytes,
@@ -235,7 +239,6 @@ class PingPongEngine:
             self._prefill.kv.runner.capture(_progress)
             for num_rows in range(1, self._slots.num_slots + 1):
                 self._warm_batch(num_rows)
-        logger.info("device memory in MiB: %s", self._memory_mib())
 
     def encode_voice(self, clip: bytes, max_seconds: float) -> NDArray[np.int32]:
         self._set_threads()
@@ -265,14 +268,6 @@ class PingPongEngine:
         for _ in range(2):
             model.dual_ar.decode_frame(state, slots, self._cache)
             model.codec.decode_stream(codes, codec_state, slots)
-
-    def _memory_mib(self) -> dict[str, float]:
-        stats = self.stats()
-        names = (
-            *("weight_bytes", "kv_bytes", "graph_bytes", "prefill_graph_bytes"),
-            *("codec_graph_bytes", "codec_state_bytes"),
-        )
-        return {name.removesuffix("_bytes"): round(stats[name] / 2**20, 1) for name in names}
 
     # ------------------------------------------------------------------ threads
 

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from realtime import wire
-from realtime.cli.serve import bind, load_engine
+from realtime.cli.serve import bind, load_engine, memory_line
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
 
@@ -205,3 +205,9 @@ def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PlosiveError, match="no CUDA device"):
         load_engine(ServerConfig(device="cuda:0"))
+
+
+def test_a_big_model_says_what_it_takes_of_its_device() -> None:
+    stats = {"weight_bytes": 9.16e9, "kv_bytes": 1.2e10, "slots_active": 3.0, "graph_bytes": 0.0}
+    assert memory_line(stats) == "Device memory in GB: weight 9.16, kv 12.00"
+    assert memory_line({"weight_bytes": 8e7}) == ""
