@@ -62,8 +62,6 @@ class Decoder:
                 frames = self._opus.decode(av.Packet(packet.payload))
             except av.FFmpegError as error:
                 raise _invalid(packet, f"is not Opus: {error}") from error
-            if not frames:
-                raise _invalid(packet, "has no sound in it")
             pcm = np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
         return pcm.astype(np.float32) / np.float32(32768)
 
