@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from realtime.pingpong.messages import SlotRef
 
+_LEAST_LEAD_NS = 20_000_000  # what a call, the encoder and the socket may take; no chunk waits then
 _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
 
 
@@ -104,6 +105,7 @@ class Waiting(NamedTuple):
     num_frames: int
     lead_ns: int  # of what is decoded, or being decoded
     is_last: bool  # nothing is to be waited for: what follows them is an event
+    interval_ns: int  # from one frame to the next, as of late
 
 
 class CallPlan(NamedTuple):
@@ -118,7 +120,6 @@ class CallPlan(NamedTuple):
 def next_call(
     waiting: Mapping[int, Waiting],
     *,
-    frame_ns: int,
     max_chunk: int,
     max_streams: Callable[[int], int],
 ) -> CallPlan:
@@ -126,12 +127,11 @@ def next_call(
     that are due for as many frames.
 
     A slot is due when it has as many frames as a chunk may have: one for a listener who has
-    nothing, and twice as many whenever the listener has twice as much; a chunk is at most half of
-    the lead. So the first packet leaves after the first frame, and a stream far ahead costs least.
+    nothing, and twice as many whenever the listener has twice as much; they come within half of the
+    lead. So the first packet leaves after the first frame, and a stream far ahead costs least.
 
     Args:
         waiting: by slot.
-        frame_ns: duration of a frame's audio.
         max_chunk: a power of two.
         max_streams: of one call, by the chunk.
     """
@@ -139,11 +139,11 @@ def next_call(
     waits: list[int] = []
     for slot, item in waiting.items():
         limit = min(max_chunk, _power_of_two(item.num_frames))
-        wanted = min(max_chunk, _power_of_two(item.lead_ns // (2 * frame_ns)))
-        if item.is_last or limit >= wanted:
+        enough_ns = max(_LEAST_LEAD_NS, 4 * limit * item.interval_ns)  # for a chunk twice as large
+        if item.is_last or limit == max_chunk or item.lead_ns < enough_ns:
             due[slot] = limit
-        else:  # when the lead has fallen below what the next larger chunk asks for
-            waits.append(item.lead_ns - 4 * limit * frame_ns + 1)
+        else:
+            waits.append(item.lead_ns - enough_ns + 1)
     if not due:
         return CallPlan(0, [], min(waits) if waits else None)
     by_deadline = sorted(due, key=lambda slot: waiting[slot].lead_ns)

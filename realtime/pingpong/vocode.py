@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from model.speech_model import SpeechModel
-from realtime.pingpong.codec_calls import VOCODE_PRIORITY, Call, CodecRunner
-from realtime.pingpong.device import stream_scope
+from realtime.pingpong.codec_calls import Call, CodecRunner
+from realtime.pingpong.device import VOCODE_PRIORITY, stream_scope
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import (
     EngineWarning,
@@ -44,6 +44,8 @@ class _Voice:
     queue: deque[StepRow | Event] = field(default_factory=deque)
     num_put: int = 0  # frames since the stream began
     num_called: int = 0
+    put_ns: int = 0  # when the last frame came, and how long it takes from one to the next
+    interval_ns: int = 0
     num_in_flight: int = 0  # frames
     turn: tuple[SlotRef, int] | None = None  # whose frames these are
     # Of that turn alone: its audio may be heard at once, whatever was said before it.
@@ -112,8 +114,8 @@ class VocodeLoop:
 
     def _take_step(self, step: StepBuffer) -> None:
         """Keep the codes of the rows that are wanted, and what their ends lead to."""
-        fresh, places = [], []
-        live = []
+        now_ns = time.perf_counter_ns()
+        fresh, places, live = [], [], []
         for row, is_end in zip(step.rows, step.is_end, strict=True):
             voice = self._voices[row.slot.idx]
             if is_end or not self._is_wanted(row):
@@ -123,7 +125,12 @@ class VocodeLoop:
                 self._drop_stale(voice)
                 voice.num_put = voice.num_called = 0
                 voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
+                voice.interval_ns = self._frame_ns
                 fresh.append(voice.idx)
+            else:  # a pause counts as real time
+                gap_ns = min(now_ns - voice.put_ns, self._frame_ns)
+                voice.interval_ns += (gap_ns - voice.interval_ns) // (1 if voice.num_put < 2 else 2)
+            voice.put_ns = now_ns
             places.append(self.runner.place(voice.idx, voice.num_put))
             voice.num_put += 1
             live.append((voice, row))
@@ -198,10 +205,10 @@ class VocodeLoop:
                 lead_ns = voice.clock.lead_ns(now_ns) + voice.num_in_flight * self._frame_ns
                 if head.first_frame + head.frame == 0:
                     lead_ns = 0
-                waiting[voice.idx] = Waiting(num_frames, lead_ns, len(voice.queue) > num_frames)
+                is_last = len(voice.queue) > num_frames
+                waiting[voice.idx] = Waiting(num_frames, lead_ns, is_last, voice.interval_ns)
         return next_call(
             waiting,
-            frame_ns=self._frame_ns,
             max_chunk=self.runner.max_chunk,
             max_streams=self.runner.max_streams,
         )

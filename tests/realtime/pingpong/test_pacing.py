@@ -55,23 +55,33 @@ def test_a_pause_ends_when_the_first_lead_is_below_its_cap():
 
 
 def plan(waiting, max_chunk=8, max_streams=lambda chunk: 64):
-    return next_call(waiting, frame_ns=FRAME, max_chunk=max_chunk, max_streams=max_streams)
+    return next_call(waiting, max_chunk=max_chunk, max_streams=max_streams)
+
+
+def paced(num_frames, lead_ns, is_last=False, interval_ns=FRAME):
+    return Waiting(num_frames, lead_ns, is_last, interval_ns)
 
 
 def test_the_first_frame_leaves_at_once():
-    assert plan({3: Waiting(1, 0, False)})[:2] == (1, [3])
+    assert plan({3: paced(1, 0)})[:2] == (1, [3])
 
 
 def test_chunks_grow_with_the_lead():
     wants = {1: 0, 2: 4 * FRAME, 4: 8 * FRAME, 8: 16 * FRAME}
     for chunk, lead_ns in wants.items():
-        assert plan({0: Waiting(15, lead_ns, False)})[:2] == (8, [0])
-        assert chunk == 1 or not plan({0: Waiting(chunk - 1, lead_ns, False)}).slots
-        assert plan({0: Waiting(chunk, lead_ns, False)})[:2] == (chunk, [0])
+        assert plan({0: paced(15, lead_ns)})[:2] == (8, [0])
+        assert chunk == 1 or not plan({0: paced(chunk - 1, lead_ns)}).slots
+        assert plan({0: paced(chunk, lead_ns)})[:2] == (chunk, [0])
+
+
+def test_frames_that_come_fast_are_soon_many():
+    assert not plan({0: paced(1, FRAME, interval_ns=FRAME // 8)}).slots
+    assert plan({0: paced(4, FRAME, interval_ns=FRAME // 8)})[:2] == (4, [0])
+    assert plan({0: paced(1, 19 * MS, interval_ns=MS)})[:2] == (1, [0])  # little in hand
 
 
 def test_what_is_not_due_becomes_due_as_the_lead_falls():
-    waiting = Waiting(3, 10 * FRAME, False)  # 4 frames are wanted
+    waiting = paced(3, 10 * FRAME)  # 4 frames are wanted
     due_in_ns = plan({0: waiting}).due_in_ns
     assert due_in_ns == 10 * FRAME - 8 * FRAME + 1
     assert not plan({0: waiting._replace(lead_ns=waiting.lead_ns - due_in_ns + 1)}).slots
@@ -79,29 +89,28 @@ def test_what_is_not_due_becomes_due_as_the_lead_falls():
 
 
 def test_an_end_is_not_waited_for():
-    assert plan({0: Waiting(3, 60 * FRAME, True)})[:2] == (2, [0])
+    assert plan({0: paced(3, 60 * FRAME, is_last=True)})[:2] == (2, [0])
 
 
 def test_the_most_urgent_goes_first_with_those_of_its_chunk():
     waiting = {
-        0: Waiting(8, 100 * FRAME, False),
-        1: Waiting(1, 2 * FRAME, False),
-        2: Waiting(1, 0, False),
-        3: Waiting(2, 5 * FRAME, False),
+        0: paced(8, 100 * FRAME),
+        1: paced(1, 2 * FRAME),
+        2: paced(1, 0),
+        3: paced(2, 5 * FRAME),
     }
     assert plan(waiting)[:2] == (1, [2, 1])
     assert plan(waiting, max_streams=lambda chunk: 1)[:2] == (1, [2])
 
 
 def test_a_codec_that_cannot_join_frames_gets_one_at_a_time():
-    assert plan({0: Waiting(9, 100 * FRAME, False)}, max_chunk=1)[:2] == (1, [0])
+    assert plan({0: paced(9, 100 * FRAME)}, max_chunk=1)[:2] == (1, [0])
 
 
-@given(
-    st.dictionaries(
-        st.integers(0, 63), st.builds(Waiting, st.integers(1, 20), leads, st.booleans())
-    )
-)
+waits = st.builds(Waiting, st.integers(1, 20), leads, st.booleans(), st.integers(MS, FRAME))
+
+
+@given(st.dictionaries(st.integers(0, 63), waits))
 def test_every_slot_is_due_or_will_be(waiting):
     left = dict(waiting)
     while left:
@@ -115,7 +124,8 @@ def test_every_slot_is_due_or_will_be(waiting):
         for slot in made.slots:
             item = left.pop(slot)
             assert made.chunk <= item.num_frames
-            # No more than half of what its listener has, unless nothing is to be waited for.
             if item.num_frames > made.chunk:
                 rest = item.num_frames - made.chunk
-                left[slot] = Waiting(rest, item.lead_ns + made.chunk * FRAME, item.is_last)
+                left[slot] = item._replace(
+                    num_frames=rest, lead_ns=item.lead_ns + made.chunk * FRAME
+                )
