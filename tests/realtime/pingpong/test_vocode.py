@@ -86,7 +86,7 @@ def test_first_frame_at_once_then_together_and_all_before_the_end():
         bench.step((row(slot, frame), frame))
         if frame == 0:
             assert bench.pcm(slot) == [(0, 0, 0)]
-    assert bench.codec.chunks[0] == 1 and {2, 4, 8} <= set(bench.codec.chunks)
+    assert bench.codec.chunks[0] == 1 and 8 in bench.codec.chunks
     end = row(slot, 40)
     bench.step((end, 777), ends=[end])
     bench.loop.step(TurnEnd(slot, 0, 40, {}, 0, 0.0))
