@@ -59,6 +59,7 @@ class KvWriter:
         )
         self.num_positions = 0  # written so far, for metrics
         self.num_stripped = 0  # times that a slot lost its pages
+        self.stripped: list[Tenant] = []  # since whoever asks looked last
 
     def is_able(self, tenant: Tenant) -> bool:
         """Whether it is worth trying to go on with it."""
@@ -124,7 +125,7 @@ class KvWriter:
         """Do the next thing to have the slot's whole context in the KV, with pages for its first
         `length` positions if it is not. True: it is."""
         assert tenant.prefix is not None, tenant
-        if not self.load(tenant, tenant.prefix, length):
+        if not self.load(tenant, tenant.prefix, length, is_urgent=is_urgent):
             return False
         start = tenant.num_in_kv
         if start == tenant.context_length:
@@ -144,17 +145,17 @@ class KvWriter:
         if tenant.key_in_kv is not None:
             self.memory.trim(idx, tenant.prefix_length)
 
-    def load(self, tenant: Tenant, prefix: Prefix, length: int) -> bool:
+    def load(self, tenant: Tenant, prefix: Prefix, length: int, *, is_urgent: bool = True) -> bool:
         """Do the next thing to make the slot's KV begin with the prefix, and to have pages for its
         first `length` positions if the prefix is not there yet. True: it is."""
         if tenant.key_in_kv == prefix.key:
             return True
         if not prefix.num_done:
-            if self._take_from_cache(tenant, prefix, length):
+            if self._take_from_cache(tenant, prefix, length, is_urgent=is_urgent):
                 return True
             if self.is_stuck(tenant):
                 return False
-        if not self.reserve(tenant, length, is_urgent=True):
+        if not self.reserve(tenant, length, is_urgent=is_urgent):
             return False
         tenant.has_reserved, prefix.was_cached = True, False
         stop = self.next_stop(prefix.num_done, prefix.length)
@@ -173,11 +174,13 @@ class KvWriter:
         self.prefixes.add(prefix.key, self._cache.pages(slot), prefix.length)
         self.try_again()
 
-    def _take_from_cache(self, tenant: Tenant, prefix: Prefix, length: int) -> bool:
+    def _take_from_cache(
+        self, tenant: Tenant, prefix: Prefix, length: int, *, is_urgent: bool
+    ) -> bool:
         """The slot has no pages afterwards if there is nothing to take; stuck if there will be."""
         idx, cached = tenant.slot.idx, self.prefixes.get(prefix.key)
         tenant.forget_kv()
-        if cached is not None and self.memory.start_from(idx, cached, length):
+        if cached is not None and self.memory.start_from(idx, cached, length, is_urgent=is_urgent):
             self.prefixes.num_hits += 1
             prefix.was_cached = True
             tenant.key_in_kv, tenant.num_in_kv = prefix.key, prefix.length
@@ -258,6 +261,7 @@ class KvWriter:
         victim.start_context(victim.context_length)
         self.memory.trim(victim.slot.idx, 0)
         self.num_stripped += 1
+        self.stripped.append(victim)
         return True
 
     def _has_pages(self, tenant: Tenant) -> bool:

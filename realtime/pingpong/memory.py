@@ -68,14 +68,16 @@ class Memory:
         if self._cut(slot, self._cache.num_pages_of(num_positions)):
             self._on_change()
 
-    def start_from(self, slot: int, prefix: CachedPrefix, num_positions: int) -> bool:
-        """Let the slot begin with the prefix, and have pages for `num_positions` in all. False: it
-        has to wait, and has no pages at all."""
+    def start_from(
+        self, slot: int, prefix: CachedPrefix, num_positions: int, *, is_urgent: bool
+    ) -> bool:
+        """Let the slot begin with the prefix, and have pages for `num_positions` in all. False: not
+        now, as for `reserve`, and it has no pages at all."""
         num_full, num_rest = divmod(prefix.length, self._cache.page_size)
         self.trim(slot, 0)
         self._allocator.share(prefix.pages)  # also its last page, while room is looked for
         self._cache.assign(slot, prefix.pages[:num_full])
-        is_done = self.reserve(slot, num_positions, is_urgent=True)
+        is_done = self.reserve(slot, num_positions, is_urgent=is_urgent)
         if is_done and num_rest:
             self._cache.copy_page(prefix.pages[-1], self._cache.pages(slot)[num_full], num_rest)
         self._allocator.release(prefix.pages[num_full:])

@@ -27,7 +27,6 @@ from realtime.pingpong.messages import (
     EndTurn,
     EngineWarning,
     OpenSlot,
-    SamplingParams,
     SegmentEnd,
     SetText,
     SlotClosed,
@@ -54,8 +53,6 @@ from realtime.pingpong.tenants import (
 
 logger = logging.getLogger(__name__)
 
-_SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # golden ratio: segments of a turn draw unrelated numbers
-_SEED_MASK = (1 << 63) - 1
 MAX_WAITING_COMMANDS = 256  # of one slot, a long text's; its neighbours have room of their own
 
 
@@ -79,6 +76,7 @@ class PrefillLoop:
         self._join = join
         self._rows = PromptRows(model, cache.max_len)
         self._tenants: dict[int, Tenant] = {}  # served longest ago first
+        self._active: dict[int, Tenant] = {}  # those with something to do, and a few more
         self.kv = KvWriter(model, cache, self._tenants, chunk_positions)
         self.num_received = [0] * slots.num_slots  # commands, by slot
 
@@ -90,7 +88,7 @@ class PrefillLoop:
     def step(self, wait_s: float | None = 0.0) -> bool:
         """Take what has arrived, then do the most urgent work, as much as the model takes at once.
         False when there was none."""
-        has_work = next(self._by_urgency(), None) is not None
+        has_work = any(map(self._can_go_on, self._active.values()))
         for message in self.inbox.take_all(0.0 if has_work else wait_s):
             if not isinstance(message, Returned):
                 self.num_received[message.slot.idx] += 1
@@ -119,8 +117,16 @@ class PrefillLoop:
             logger.exception("prefill failed in %s", slot)
             self._fail(slot, f"{type(error).__name__}: {error}")
         tenant = self._tenants.get(slot.idx)
-        if tenant is None or tenant.urgency() >= CONTEXT_WAITS:
+        urgency = NOTHING_TO_DO if tenant is None else tenant.urgency()
+        if urgency >= CONTEXT_WAITS:
             self.kv.memory.leave(slot.idx)
+        if tenant is None or urgency == NOTHING_TO_DO:
+            self._active.pop(slot.idx, None)
+        else:
+            self._active.setdefault(slot.idx, tenant)
+        while self.kv.stripped:  # their open text is to be written again
+            stripped = self.kv.stripped.pop()
+            self._active.setdefault(stripped.slot.idx, stripped)
 
     # ------------------------------------------------------------------ messages
 
@@ -253,14 +259,20 @@ class PrefillLoop:
     def _by_urgency(self) -> Iterator[Tenant]:
         """Closed text first (somebody waits for audio), then new voices, then growing text, then
         what was shortened; among equals, the one that has waited longest."""
-        for tenant in sorted(self._tenants.values(), key=Tenant.urgency):
-            # Both may have changed since: others were served, and their pages taken.
-            if tenant.urgency() != NOTHING_TO_DO and self.kv.is_able(tenant):
+        for tenant in sorted(self._active.values(), key=Tenant.urgency):
+            if self._can_go_on(tenant):  # as others were served, which may have changed that
                 yield tenant
+
+    def _can_go_on(self, tenant: Tenant) -> bool:
+        return tenant.urgency() != NOTHING_TO_DO and self.kv.is_able(tenant)
 
     def _has_been_served(self, tenant: Tenant) -> None:
         """Its next piece of work comes after its neighbours'."""
-        self._tenants[tenant.slot.idx] = self._tenants.pop(tenant.slot.idx)
+        idx = tenant.slot.idx
+        self._tenants[idx] = self._tenants.pop(idx)
+        self._active.pop(idx, None)
+        if tenant.urgency() != NOTHING_TO_DO:
+            self._active[idx] = tenant
 
     def _advance(self, tenant: Tenant) -> None:
         if tenant.opening is not None and tenant.may_open:
@@ -280,7 +292,7 @@ class PrefillLoop:
         num_wanted = tenant.rows.shape[1] - int(segment.is_closed)  # the last row is decode's
         num_reserved = num_wanted + (self._model.serving.max_frames if segment.is_closed else 0)
         length = tenant.context_length + num_reserved
-        if not self.kv.restore(tenant, length, is_urgent=True):
+        if not self.kv.restore(tenant, length, is_urgent=segment.is_closed):
             return
         if not self.kv.reserve(tenant, length, is_urgent=segment.is_closed):
             return
@@ -373,15 +385,10 @@ class PrefillLoop:
                 first_frame=turn.num_frames,
                 row=tuple(tenant.rows[:, -1].tolist()),
                 position=tenant.context_length + tenant.rows.shape[1] - 1,
-                sampling=_segment_sampling(tenant.sampling, turn.next_segment),
+                sampling=tenant.segment_sampling(turn.next_segment),
                 max_frames=self._model.serving.max_frames,
                 max_lead_ns=tenant.max_lead_ns,
                 stamps_ns=turn.stamps_ns,
                 prefilled=prefilled,
             )
         )
-
-
-def _segment_sampling(sampling: SamplingParams, segment: int) -> SamplingParams:
-    seed = (sampling.seed + segment * _SEED_STRIDE) & _SEED_MASK
-    return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, seed)

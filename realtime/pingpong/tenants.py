@@ -11,6 +11,9 @@ from realtime.pingpong.messages import OpenSlot, SamplingParams, SlotRef
 # of a context that was shortened.
 AUDIO_WAITS, VOICE_WAITS, TEXT_GROWS, CONTEXT_WAITS, NOTHING_TO_DO = range(5)
 
+_SEED_STRIDE = 0x9E37_79B9_7F4A_7C15  # golden ratio: segments of a turn draw unrelated numbers
+_SEED_MASK = (1 << 63) - 1
+
 
 @dataclass(slots=True)
 class Segment:
@@ -118,6 +121,11 @@ class Tenant:
     def nobody() -> "Tenant":
         """Of slot 0, while no slot is open."""
         return Tenant(SlotRef(0, 0), SamplingParams(0.0, 1.0, 1, 0))
+
+    def segment_sampling(self, segment: int) -> SamplingParams:
+        sampling = self.sampling
+        seed = (sampling.seed + segment * _SEED_STRIDE) & _SEED_MASK
+        return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, seed)
 
     @property
     def is_under_way(self) -> bool:

@@ -27,7 +27,7 @@ from realtime.pingpong.messages import (
     TurnEnd,
 )
 from realtime.pingpong.steps import StepBuffer
-from realtime.pingpong.tenants import NOTHING_TO_DO
+from realtime.pingpong.tenants import TEXT_GROWS
 from tests.model.small_model import fill_random
 from tests.support.engine import sampling, tiny_tokenizer, voice
 
@@ -201,7 +201,8 @@ def test_ten_thousand_actions_leak_no_page_and_no_slot(context: str, is_packed: 
         churn.settle()
         churn.check_pages()
         tenants = engine._prefill._tenants.values()
-        assert all(tenant.urgency() == NOTHING_TO_DO for tenant in tenants), "all were served"
+        # Text that still grows may go without pages; nobody else does.
+        assert all(tenant.urgency() >= TEXT_GROWS for tenant in tenants)
         for slot in churn.slots.values():
             engine.submit(CloseSlot(engine.slots.bump(slot)))
         churn.settle()

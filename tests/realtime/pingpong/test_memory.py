@@ -56,7 +56,7 @@ def test_slots_share_the_full_pages_of_a_prefix_and_copy_its_last() -> None:
     prefix = pool.prefixes.get(b"a")
     assert prefix is not None and len(prefix.pages) == 3
     for slot in (0, 1):
-        assert pool.memory.start_from(slot, prefix, 10)
+        assert pool.memory.start_from(slot, prefix, 10, is_urgent=True)
         assert pool.cache.pages(slot)[:2] == prefix.pages[:2]
         assert torch.all(pool.cache.read(slot, 10)[:, :, :, 8:] == 5.0)
     assert len({pool.cache.pages(slot)[2] for slot in (0, 1)} | {prefix.pages[2]}) == 3
@@ -79,7 +79,7 @@ def test_unused_prefixes_make_room_least_recently_used_first_and_pinned_ones_nev
     for key in (b"old", b"new"):
         pool.add_prefix(key, 8)
     used = pool.prefixes.get(b"old")  # the least recently used is `new` now
-    assert used is not None and pool.memory.start_from(0, used, 8)
+    assert used is not None and pool.memory.start_from(0, used, 8, is_urgent=True)
     assert pool.reserve(1, 3)
     assert pool.prefixes.get(b"new") is None
     assert not pool.reserve(2, 2), "what is left is pinned or shared"
@@ -93,10 +93,10 @@ def test_the_prefix_that_a_slot_begins_with_is_not_evicted_to_make_room_for_it()
     pool.add_prefix(b"a", 3)
     assert pool.reserve(0, 1)
     prefix = pool.prefixes.get(b"a")
-    assert prefix is not None and not pool.memory.start_from(1, prefix, 3)
+    assert prefix is not None and not pool.memory.start_from(1, prefix, 3, is_urgent=True)
     assert not pool.cache.pages(1) and pool.prefixes.get(b"a") is not None
     pool.memory.trim(0, 0)
-    assert pool.memory.start_from(1, prefix, 3)
+    assert pool.memory.start_from(1, prefix, 3, is_urgent=True)
 
 
 def test_who_came_first_is_served_first_even_if_less_would_do_for_the_next() -> None:
