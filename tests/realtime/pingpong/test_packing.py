@@ -47,9 +47,10 @@ class Calls:
     def run(self) -> list[list[Piece]]:
         """What is written until there is nothing to do."""
         self.calls.clear()
-        while self.prefill.step():
-            pass
-        return list(self.calls)
+        for _ in range(200):
+            if not self.prefill.step():
+                return list(self.calls)
+        raise AssertionError("it never ends")
 
 
 def num_rows(call: list[Piece]) -> int:
@@ -124,6 +125,20 @@ def test_pages_that_the_call_writes_are_nobody_elses() -> None:
         shared = [page for page in pages if page in prefixes.pages]
         assert len(set(pages)) >= len(pages) - len(shared)
     assert all(tenant.prefix is not None for tenant in calls.prefill._tenants.values())
+
+
+def test_growing_texts_do_not_take_each_others_pages_in_turn_for_ever() -> None:
+    calls = Calls(max_positions=256, kv_pages=1 + 34)
+    slots = [calls.open(seed) for seed in range(3)]
+    calls.run()
+    for text in ("gro", "growing", "growing text"):
+        for slot in slots:
+            calls.say(slot, text, is_closed=False)
+        calls.run()
+    for slot in slots:
+        calls.say(slot, "growing text.")
+    calls.run()
+    assert len(calls.engine._decode.inbox) > 0
 
 
 def test_packed_says_what_each_says_alone() -> None:
