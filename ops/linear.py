@@ -167,7 +167,7 @@ def _variant(
         plan,
         nvrtc.kernel("linear.cu", "linear", defines=plan.defines(is_fp8, is_gate_up, num_columns)),
         (num_ctas, ceil_div(num_rows, plan.cols)),
-        plan.shared_bytes(is_fp8, is_gate_up, k_tiles),
+        plan.shared_bytes(is_fp8, is_gate_up, k_tiles, num_rows),
         cluster,
     )
 

@@ -25,6 +25,7 @@ class Plan:
         prefetch: K tiles a CTA asks into the L2 beyond its ring before it waits.
         blocks_per_sm: CTAs an SM must have registers for.
         is_direct: the CTA's part of x is loaded at once, without the copy engine.
+        is_interleaved: few rows that the CTA writes itself are stored without padding to eight.
         norm: rows that every CTA normalises itself; 0 if x comes normalised.
     """
 
@@ -35,6 +36,7 @@ class Plan:
     prefetch: int = 0
     blocks_per_sm: int = 1
     is_direct: bool = False
+    is_interleaved: bool = False
     norm: int = 0
 
     def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
@@ -48,6 +50,7 @@ class Plan:
             "SPLIT": self.split,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "DIRECT": int(self.is_direct and not self.norm),
+            "INTERLEAVED": int(self.is_interleaved),
             "NORM": self.norm,
             "ITEMS": ceil_div(ceil_div(in_features, 128) * 128, values_per_pass)
             if self.norm
@@ -62,10 +65,19 @@ class Plan:
         """CTAs of a cluster: the parts of K, or the CTAs that quantise 128 features together."""
         return 4 // self.warpgroups if is_gate_up and is_fp8 else self.split
 
-    def shared_bytes(self, is_fp8: bool, is_gate_up: bool, num_blocks: int) -> int:
+    def shared_bytes(
+        self, is_fp8: bool, is_gate_up: bool, num_blocks: int, num_rows: int = 8
+    ) -> int:
         """Dynamic shared memory, as the kernel lays it out."""
         most_blocks = ceil_div(num_blocks, self.split)
-        row_bytes = 128 + 4 * is_fp8  # of a block of an activation
+        is_resident = self.norm > 0 or self.is_direct
+        operand = self.stages * self.cols * 128
+        if is_resident:
+            operand = most_blocks * self.cols * 128
+        if is_resident and self.cols == 8 and self.is_interleaved:
+            rows = self.norm or 1 << (num_rows - 1).bit_length()
+            operand = (most_blocks + 1) * rows * 128
+        scales = is_fp8 * (most_blocks if is_resident else self.stages) * self.cols * 4
         exchange = 0
         if is_gate_up and is_fp8:
             exchange = 4 * 17 * self.cols
@@ -73,7 +85,8 @@ class Plan:
             exchange = 4 * ROWS_PER_TILE * self.warpgroups * self.cols
         return (
             self.stages * (self.warpgroups * _TILE_BYTES + 16)
-            + (most_blocks if self.norm or self.is_direct else self.stages) * self.cols * row_bytes
+            + operand
+            + scales
             + (exchange if exchange <= _MAX_OWN_EXCHANGE else 0)
             + is_fp8 * most_blocks * self.warpgroups * 8
             + self.norm * self.warpgroups * 16

@@ -27,6 +27,7 @@ struct alignas(64) TensorMap {
 
 struct Shared {
   u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole if resident
+  int rows;                                // of the operand if it is interleaved
 };
 
 struct Problem {
@@ -148,14 +149,21 @@ DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[kPart / 2], i
   }
 }
 
+// Descriptor of 128 bytes of K of the right operand, `block` of it if it is resident.
+DEVICE u64 operand_descriptor(const Shared& shared, int block, int stage) {
+  if (kIsInterleaved)
+    return interleaved_descriptor(shared.operand + block * shared.rows * 128, shared.rows);
+  return tile_descriptor(shared.operand + (kIsResident ? block * kActBytes : stage * kStageBytes));
+}
+
 template <int N>
-DEVICE void multiply(float (&d)[N / 2], u32 weights, u32 activations, bool accumulate) {
-  const u64 a = tile_descriptor(weights), b = tile_descriptor(activations);
+DEVICE void multiply(float (&d)[N / 2], u32 weights, u64 b, int step, bool accumulate) {
+  const u64 a = tile_descriptor(weights);
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
+  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + step * k, accumulate || k > 0);
   wgmma_commit();
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
@@ -175,18 +183,18 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       if (first + i >= p.blocks) break;
       barrier_wait(shared.full + stage.index * 8, stage.parity);
       const u32 weights = shared.ring + stage.index * kStageBytes + group * kTileBytes;
-      const u32 activations =
-          shared.operand + (kIsResident ? p.at(first + i) * kActBytes : stage.index * kStageBytes);
+      const u64 operand = operand_descriptor(shared, p.at(first + i), stage.index);
+      const int step = kIsInterleaved ? 2 * shared.rows : 2;
       if constexpr (!IS_FP8) {
-        multiply<COLS>(acc, weights, activations, first + i > 0);
+        multiply<COLS>(acc, weights, operand, step, first + i > 0);
       } else {
-        multiply<kPart>(parts[i], weights, activations, false);
+        multiply<kPart>(parts[i], weights, operand, step, false);
 #pragma unroll
         for (int unit = kPart / 8; unit < kUnits; unit += kPart / 8) {  // only where kBatch is 1
           wgmma_wait<0>();
           add_scaled(acc, parts[i], unit - kPart / 8, tile_scales[p.at(first) * WARPGROUPS + group],
                      act_scales + stage.index * (COLS / 2), lane);
-          multiply<kPart>(parts[i], weights, activations + unit * 1024, false);
+          multiply<kPart>(parts[i], weights, operand + unit * 64, step, false);
         }
       }
       stage.advance();
@@ -258,8 +266,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   extern __shared__ __align__(1024) u8 ring[];
   const int most_blocks = (num_blocks + SPLIT - 1) / SPLIT;
   u8* operand = kIsResident ? ring + STAGES * kStageBytes : ring + kWeightBytes;
-  float* scales =
-      reinterpret_cast<float*>(ring + STAGES * kStageBytes + (kIsResident ? most_blocks * kActBytes : 0));
+  const int operand_rows = NORM ? NORM : DIRECT ? 1 << padded_shift(rows.num_rows) : 0;
+  const int operand_bytes = kIsInterleaved ? (most_blocks + 1) * operand_rows * 128
+                            : kIsResident  ? most_blocks * kActBytes
+                                           : 0;  // the last rows of one that is interleaved are read past
+  float* scales = reinterpret_cast<float*>(ring + STAGES * kStageBytes + operand_bytes);
   float* own_exchange = scales + (IS_FP8 ? (kIsResident ? most_blocks : STAGES) * COLS : 0);
   float* exchange = kExchangesInRing ? reinterpret_cast<float*>(ring) : own_exchange;
   u64* barriers = reinterpret_cast<u64*>(own_exchange + (kExchangesInRing ? 0 : kExchangeBytes / 4));
@@ -272,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   const int begin = SPLIT > 1 ? rank * num_blocks / SPLIT : 0;
   const int end = SPLIT > 1 ? (rank + 1) * num_blocks / SPLIT : num_blocks;
   const Shared shared = {shared_address(ring), shared_address(operand), shared_address(scales),
-                         shared_address(barriers), shared_address(barriers + STAGES)};
+                         shared_address(barriers), shared_address(barriers + STAGES), operand_rows};
 
   const Problem problem = {tiles, act_scales,  num_blocks,           output.scale_stride, tile,
                            begin, end - begin, tile % max(end - begin, 1), first_row, prefetch};

@@ -9,12 +9,20 @@
 
 namespace {
 
+// Byte of `row` in the right operand, `byte` counted from the first block of K of this CTA.
+DEVICE int operand_offset(int byte, int row, int num_rows) {
+  if (kIsInterleaved) return (byte / 16 * num_rows + row) * 16 + byte % 16;
+  return byte / 128 * kActBytes + row * 128 + (byte % 128 / 16 ^ row % 8) * 16 + byte % 16;
+}
+
 struct Rows {
   const void* x;       // [num_rows, num_columns]: bf16 with NORM, else as the weights
   const bf16* weight;  // [num_columns] of the norm
   float eps;
   int num_rows, num_columns;
 };
+
+DEVICE int padded_shift(int num_rows) { return 32 - __clz(num_rows - 1); }  // log2, rounded up
 
 #if NORM
 
@@ -24,8 +32,8 @@ DEVICE Bf16x8 load_values(const Rows& in, int row, int column) {
       static_cast<const bf16*>(in.x) + row * in.num_columns + column);
 }
 
-// Writes blocks [begin, end) of 128 bytes of K into `operand`, 8 rows x 128 bytes each and swizzled,
-// and their scales [block][COLS]. All consumers call this; what it wrote is theirs to multiply after.
+// Writes blocks [begin, end) of 128 bytes of K into `operand`, NORM rows, and their scales
+// [block][COLS]. All consumers call this; what it wrote is theirs to multiply after.
 DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const Rows& in, int begin,
                            int end, int thread) {
   constexpr int kWarps = kConsumers / 32, kPerBlock = IS_FP8 ? 128 : 64;
@@ -65,8 +73,8 @@ DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const Rows& 
     for (int item = 0; item < ITEMS; ++item) {
       const int column = (item * kConsumers + thread) * 8;
       const int block = column / kPerBlock;
-      const int byte = column % kPerBlock * (IS_FP8 ? 1 : 2);
-      const int offset = (block - begin) * kActBytes + row * 128 + (byte / 16 ^ row) * 16 + byte % 16;
+      const int byte = (column - begin * kPerBlock) * (IS_FP8 ? 1 : 2);
+      const int offset = operand_offset(byte, row, NORM);
       const bool is_mine = block >= begin && block < end;
       if (!__any_sync(~0u, is_mine)) continue;
       float values[8];
@@ -76,7 +84,7 @@ DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const Rows& 
         unpack(values, normed);
         const Quantised group = quantize_group(values);
         if (is_mine) *reinterpret_cast<uint2*>(operand + offset) = group.values;
-        if (is_mine && byte == 0) scales[(block - begin) * COLS + row] = group.scale;
+        if (is_mine && byte % 128 == 0) scales[(block - begin) * COLS + row] = group.scale;
       } else if (is_mine) {
         *reinterpret_cast<Bf16x8*>(operand + offset) = normed;
       }
@@ -88,12 +96,12 @@ DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const Rows& 
 
 #elif DIRECT
 
-// Writes blocks [begin, end) of 128 bytes of K into `operand`, COLS rows x 128 bytes each and swizzled,
-// and their scales [block][COLS]; zeros behind K. All consumers call this.
+// Writes blocks [begin, end) of 128 bytes of K into `operand`, the rows padded to a power of two, and
+// their scales [block][COLS]; zeros behind K. All consumers call this.
 DEVICE void load_rows(u8* operand, float* scales, const float* act_scales, int scale_stride,
                       const Rows& in, int begin, int end, int thread) {
   constexpr int kInFlight = 4;
-  const int shift = 32 - __clz(in.num_rows - 1), padded_rows = 1 << shift;  // to a power of two
+  const int shift = padded_shift(in.num_rows), padded_rows = 1 << shift;
   const int row_bytes = in.num_columns * (IS_FP8 ? 1 : 2);
   const int num_chunks = (end - begin) * padded_rows * 8;
   wait_for_previous_kernels();
@@ -109,7 +117,7 @@ DEVICE void load_rows(u8* operand, float* scales, const float* act_scales, int s
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int index = first + i * kConsumers, row = index / 8 & padded_rows - 1;
-      const int offset = (index / 8 >> shift) * kActBytes + row * 128 + (index % 8 ^ row % 8) * 16;
+      const int offset = operand_offset((index / 8 >> shift) * 128 + index % 8 * 16, row, padded_rows);
       if (index < num_chunks) *reinterpret_cast<uint4*>(operand + offset) = chunks[i];
     }
   }

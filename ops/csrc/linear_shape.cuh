@@ -14,6 +14,10 @@ constexpr int kThreads = kConsumers + (kHasProducer ? 32 : 0);
 constexpr int kWeightBytes = kTileBytes * WARPGROUPS;
 constexpr int kActBytes = COLS * 128;
 constexpr bool kIsResident = NORM || DIRECT;  // all of the CTA's part of x at once
+#ifndef INTERLEAVED
+#define INTERLEAVED 0
+#endif
+constexpr bool kIsInterleaved = INTERLEAVED && kIsResident && COLS == 8;  // no room for rows that are not there
 constexpr int kStageBytes = kWeightBytes + (kIsResident ? 0 : kActBytes);
 constexpr int kFeatures = 32 * WARPGROUPS;  // of SwiGLU, per CTA
 constexpr bool kQuantises = GATE_UP && IS_FP8;

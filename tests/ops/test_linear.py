@@ -285,8 +285,13 @@ def test_kernels_that_normalise(n, k, kind):
         x = random_rows(num_rows, k, "cuda") * 5
         pending, normed = norm_for_linear(x, norm, 1e-6, kind), rms_norm(x, norm, 1e-6, kind)
         assert isinstance(pending, PendingNorm)
-        out = poisoned_launch(pending, weight, n)
-        assert error(out, linear(normed, weight).double()) < MAX_ERROR, num_rows
+        expected = linear(normed, weight).double()
+        assert error(poisoned_launch(pending, weight, n), expected) < MAX_ERROR, num_rows
+        plan = plan_for(kind, num_rows, n, k, has_norm=True)
+        for interleaved in (False, True):
+            chosen = replace(plan, is_interleaved=interleaved)
+            out = poisoned_launch(pending, weight, n, plan=chosen)
+            assert error(out, expected) < MAX_ERROR, (num_rows, interleaved)
         activated = poisoned_launch(pending, both, 640)
         expected = gate_up_swiglu(normed, both)
         if kind == "bsfp8":
@@ -381,8 +386,10 @@ def test_rows_loaded_at_once_are_the_same_rows(k, split, kind):
             x = activation(random_rows(num_rows, k, "cuda"), kind)
             plan = Plan(cols, 1, 4, split)
             expected = poisoned_launch(x, weight, 256, plan=plan)
-            direct = poisoned_launch(x, weight, 256, plan=replace(plan, is_direct=True))
-            assert torch.equal(direct, expected), (cols, num_rows)
+            for interleaved in (False, True):
+                chosen = replace(plan, is_direct=True, is_interleaved=interleaved)
+                direct = poisoned_launch(x, weight, 256, plan=chosen)
+                assert torch.equal(direct, expected), (cols, num_rows, interleaved)
 
 
 @pytest.mark.gpu
