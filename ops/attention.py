@@ -56,11 +56,21 @@ class SpanPlan(NamedTuple):
 _PLANS = (
     (8, Plan(8, 4, 3, 1, 2)),
     (32, Plan(8, 4, 3, 2, 2)),
-    (88, Plan(4, 4, 3, 1, 2)),
+    (64, Plan(8, 4, 3, 2)),
+    (96, Plan(4, 4, 3, 2)),
     (160, Plan(4, 4, 3, 6)),
-    (376, Plan(2, 4, 4, 6)),
+    (200, Plan(2, 4, 3, 6)),
+    (288, Plan(2, 4, 4, 6)),
+    (396, Plan(1, 4, 3)),
 )
 _MANY = Plan(1, 4, 4)
+_SPAN_PLANS = (
+    (64, SpanPlan(4, 4, 1, 3)),
+    (160, SpanPlan(2, 8, 1)),
+    (256, SpanPlan(1, 8, 1)),
+    (576, SpanPlan(1, 8, 2)),
+)
+_LONG_SPAN = SpanPlan(1, 4, 2)
 
 
 def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -> Plan:
@@ -72,11 +82,9 @@ def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -
 
 
 def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
-    """The plan for a span."""
+    """The plan for spans."""
     num_pairs = num_rows * num_kv_heads
-    if num_pairs <= 256:
-        return SpanPlan(4, 4, 1, 3)
-    return SpanPlan(1, 8, 2) if num_pairs <= 640 else SpanPlan(1, 4, 2)
+    return next((plan for most, plan in _SPAN_PLANS if num_pairs <= most), _LONG_SPAN)
 
 
 def rope_append(
@@ -140,8 +148,8 @@ def paged_attention(
     """Row m reads positions 0..positions[m] of slots[m]; see `rope_append` for the tensors.
 
     Args:
-        is_span: all rows are of one slot and their positions rise: keys and values are read once
-            for several rows.
+        is_span: the rows are spans of prompts: neighbours that share a slot share reads. Right for any
+            rows, slower where few neighbours do.
 
     Returns:
         [M, H * D].

@@ -142,7 +142,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   }
 
   meeting.wait();
-  acc.store(GROUP, lane, [&](int query) { return meeting.place_of(query); });
+  acc.store(
+      lane, [](int query) { return query < GROUP; },
+      [&](int query) { return meeting.place_of(query); });
   const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.z), num_heads};
   meeting.merge(out, [&](int query) { return make_int2(row, kv_head * GROUP + query); });
 }

@@ -161,17 +161,17 @@ struct Accumulator {
   // Scores of a tile. Its rows past `last_rows` of this lane's columns do not count; a column for which
   // none does must have had one before, or be merged with a warp that has.
   DEVICE void add_keys(const Tile<D>& tile, float scale_log2, const int (&last_rows)[2], int lane) {
-    float scores[4] = {0, 0, 0, 0};  // (row, column), (row, next), (row + 8, ..), (row + 8, ..)
+    float scores[4] = {}, other[4] = {};  // (row, column), (row, next), (row + 8, ..), (row + 8, ..)
 #pragma unroll
     for (int j = 0; j < D / 32; j++) {
       const uint4 q = *reinterpret_cast<const uint4*>(query + 32 * j);
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 a[4] = {word(tile.keys[0][j], 2 * half), word(tile.keys[1][j], 2 * half),
-                          word(tile.keys[0][j], 2 * half + 1), word(tile.keys[1][j], 2 * half + 1)};
-        mma_bf16(scores, a, word(q, 2 * half), word(q, 2 * half + 1));
-      }
+      const u32 a[4] = {tile.keys[0][j].x, tile.keys[1][j].x, tile.keys[0][j].y, tile.keys[1][j].y};
+      mma_bf16(scores, a, q.x, q.y);
+      const u32 b[4] = {tile.keys[0][j].z, tile.keys[1][j].z, tile.keys[0][j].w, tile.keys[1][j].w};
+      mma_bf16(other, b, q.z, q.w);  // two chains, half as long
     }
+#pragma unroll
+    for (int i = 0; i < 4; i++) scores[i] += other[i];
 #pragma unroll
     for (int i = 0; i < 4; i++)
       scores[i] = key_row(lane, i / 2) <= last_rows[i % 2] ? scores[i] * scale_log2 : LOWEST;
@@ -224,15 +224,16 @@ struct Accumulator {
   // Value `i` of chunk `j` of a column: dimension 64 j + 8 (lane / 4) + i.
   DEVICE float sum(int column, int j, int i) const { return sums[4 * j + i / 2][2 * (i % 2) + column]; }
 
-  // Hands the partial result of `num_queries` columns to `merge`.
-  //   place_of: addresses (shared::cluster) of a query's sums [D] and of its (best, total).
-  template <typename PlaceOf>
-  DEVICE void store(int num_queries, int lane, PlaceOf place_of) {
+  // Hands the partial results of some columns to `merge`.
+  //   wants: whether a column; place_of: addresses (shared::cluster) of its sums [D] and of its
+  //   (best, total).
+  template <typename Wants, typename PlaceOf>
+  DEVICE void store(int lane, Wants wants, PlaceOf place_of) {
     reduce_totals();
 #pragma unroll
     for (int column = 0; column < 2; column++) {
       const int query = lane % 4 * 2 + column;
-      if (query >= num_queries) continue;
+      if (!wants(query)) continue;
       const uint2 place = place_of(query);
       if (lane / 4 == 0) cluster_store2(place.y, best[column], total[column]);
 #pragma unroll

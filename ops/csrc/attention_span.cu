@@ -1,6 +1,6 @@
-// Attention of rows that share a slot, a span of a prompt: each warp reads a tile of keys and values
-// once for the queries of several rows. A cluster of CTAs of WARPS warps shares the positions of SPAN
-// rows and one key/value head, and merges as in attention.cu.
+// Attention of rows whose neighbours share a slot, spans of prompts: each warp reads a tile of keys and
+// values once for the queries of several rows. A cluster of CTAs of WARPS warps shares the positions of
+// SPAN rows and one key/value head, and merges as in attention.cu.
 //   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS,
 //   BATCHES of eight columns (an mma's) per warp.
 #include "paged.cuh"
@@ -8,58 +8,57 @@
 constexpr int D = HEAD_DIM;
 constexpr int ROWS = COLUMNS / GROUP;  // of a batch
 constexpr int SPAN = BATCHES * ROWS, QUERIES = BATCHES * COLUMNS;
-
+static_assert(SPAN <= 32);
 using Meeting = Exchange<D, QUERIES>;
 
-// Grid: (splits, H_kv, ceil(M / SPAN)), clusters of `splits` CTAs. Dynamic shared memory for `Meeting`.
-//   q [M, H, D]; pages [P, 2, H_kv, PAGE, D]; page_table [num_slots + 1, max_pages]; slots [M], all the
-//   same; positions [M], rising. min_tiles, depth: see attention.cu.
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    attention_span(const bf16* q, const bf16* pages, const i32* page_table, const i64* slots,
-                   const i64* positions, bf16* out_values, u8* out_quantised, float* out_scales,
-                   float scale_log2, int max_pages, int num_rows, int min_tiles, int depth) {
-  extern __shared__ __align__(16) u8 shared[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
-  const int kv_head = blockIdx.y, num_kv_heads = gridDim.y, num_heads = num_kv_heads * GROUP;
-  const int first_row = blockIdx.z * SPAN;
-  wait_for_previous_kernels();
-  let_next_kernel_start();
-  const int last_position = static_cast<int>(positions[min(first_row + SPAN, num_rows) - 1]);
-  const i32* table = page_table + slots[first_row] * max_pages;
-  const int num_tiles = last_position / TILE + 1, active = active_ctas(num_tiles, min_tiles);
-  if (rank >= active) return;
-  const Meeting meeting = {reinterpret_cast<Meeting::Storage*>(shared), active, rank, warp, lane};
-  meeting.arrive();
-  const int ways = active * WARPS;
-  Walk<D> walk = {{pages, table, num_kv_heads, kv_head, max_pages}, rank * WARPS + warp, ways, lane};
-  walk.take_pages(0);
-  // Column c of batch b is head c % GROUP of row b * ROWS + c / GROUP; columns past the last repeat it.
-  int last_of[BATCHES][2];
+// Column c of batch b is head c % GROUP of row b * ROWS + c / GROUP; columns past the last repeat it.
+DEVICE int row_of(int batch, int column) { return batch * ROWS + min(column / GROUP, ROWS - 1); }
+
+// The rows of a CTA, one per lane; lanes past the last row repeat it.
+struct Rows {
+  i64 slot;
+  int position;
+
+  // One past the last row of the run from `begin` on that shares a slot.
+  DEVICE int run_end(int begin) const {
+    const u32 differ = __ballot_sync(~0u, slot != __shfl_sync(~0u, slot, begin)) >> begin;
+    return differ == 0 ? SPAN : begin + __ffs(differ) - 1;
+  }
+  DEVICE int last_position(int begin, int end, int lane) const {
+    return __reduce_max_sync(~0u, begin <= lane && lane < end ? position : 0);
+  }
+};
+
+// Attention of rows begin..end-1 over what this warp reads of their slot, into the meeting place.
+//   heads: queries [M, H, D] from the CTA's first row and the group's first head on; num_left rows.
+DEVICE void attend_run(const bf16* heads, int row_stride, int num_left, const Rows& rows, int begin,
+                       int end, Walk<D> walk, const Meeting& meeting, float scale_log2, int depth) {
+  const int lane = walk.lane, last_position = rows.last_position(begin, end, lane);
+  int last_of[BATCHES][2];  // of this lane's columns; before every tile where they are of other rows
   Accumulator<D> acc[BATCHES];
 #pragma unroll
   for (int batch = 0; batch < BATCHES; batch++) {
-    const int of_lane = min(lane / 4, ROWS * GROUP - 1);
-    const int row = min(first_row + batch * ROWS + of_lane / GROUP, num_rows - 1);
-    const bf16* query = q + (static_cast<i64>(row) * num_heads + kv_head * GROUP + of_lane % GROUP) * D;
-    acc[batch].init(query, 1, 0, lane);
+    const int query_row = min(row_of(batch, lane / 4), num_left - 1);
+    acc[batch].init(heads + query_row * row_stride + lane / 4 % GROUP * D, 1, 0, lane);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      const int column = min(lane % 4 * 2 + i, ROWS * GROUP - 1);
-      last_of[batch][i] =
-          static_cast<int>(positions[min(first_row + batch * ROWS + column / GROUP, num_rows - 1)]);
+      const int row = row_of(batch, lane % 4 * 2 + i);
+      const int position = __shfl_sync(~0u, rows.position, row);
+      last_of[batch][i] = begin <= row && row < end ? position : -1;
     }
   }
-
+  const int num_tiles = last_position / TILE + 1;
   Tile<D> tile;
   if (walk.first < num_tiles) {
+    walk.take_pages(0);
     const bf16* keys = walk.keys_at(0);
     tile.load_keys(keys, last_position - walk.first * TILE, lane);
     tile.load_values(keys + walk.memory.values_offset(), last_position - walk.first * TILE, lane);
     for (int step = 1; step <= depth; step++) walk.prefetch(0, step, num_tiles);
   }
   int step = 0;
-  for (int i = walk.first; i < num_tiles; i += ways) {
-    const int next = i + ways, next_last_row = last_position - next * TILE;
+  for (int i = walk.first; i < num_tiles; i += walk.stride) {
+    const int next = i + walk.stride, next_last_row = last_position - next * TILE;
     step++;
     if (step % 32 == 0) walk.take_pages(step);
     const bf16* next_keys = walk.keys_at(step);
@@ -74,15 +73,50 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     if (next < num_tiles)
       tile.load_values(next_keys + walk.memory.values_offset(), next_last_row, lane);
   }
-
-  meeting.wait();
+  if (begin == 0) meeting.wait();
 #pragma unroll
   for (int batch = 0; batch < BATCHES; batch++)
-    acc[batch].store(COLUMNS, lane,
-                     [&](int column) { return meeting.place_of(batch * COLUMNS + column); });
+    acc[batch].store(
+        lane,
+        [&](int column) { return begin <= row_of(batch, column) && row_of(batch, column) < end; },
+        [&](int column) { return meeting.place_of(batch * COLUMNS + column); });
+}
+
+// Grid: (splits, H_kv, ceil(M / SPAN)), clusters of `splits` CTAs. Dynamic shared memory for `Meeting`.
+//   q [M, H, D]; pages [P, 2, H_kv, PAGE, D]; page_table [num_slots + 1, max_pages]; slots, positions
+//   [M]: any, but only runs of rows of one slot share reads. min_tiles, depth: see attention.cu.
+extern "C" __global__ void __launch_bounds__(WARPS * 32)
+    attention_span(const bf16* q, const bf16* pages, const i32* page_table, const i64* slots,
+                   const i64* positions, bf16* out_values, u8* out_quantised, float* out_scales,
+                   float scale_log2, int max_pages, int num_rows, int min_tiles, int depth) {
+  extern __shared__ __align__(16) u8 shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
+  const int kv_head = blockIdx.y, num_kv_heads = gridDim.y, num_heads = num_kv_heads * GROUP;
+  const int first_row = blockIdx.z * SPAN;
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  const int row_of_lane = min(first_row + min(lane, SPAN - 1), num_rows - 1);
+  const Rows rows = {slots[row_of_lane], static_cast<int>(positions[row_of_lane])};
+  const int most_tiles = rows.last_position(0, SPAN, lane) / TILE + 1;
+  const int active = active_ctas(most_tiles, min_tiles);
+  if (rank >= active) return;
+  const Meeting meeting = {reinterpret_cast<Meeting::Storage*>(shared), active, rank, warp, lane};
+  meeting.arrive();
+  const bf16* heads = q + (static_cast<i64>(first_row) * num_heads + kv_head * GROUP) * D;
+#pragma unroll 1
+  for (int begin = 0; begin < SPAN;) {
+    const int end = rows.run_end(begin);
+    const i32* table = page_table + __shfl_sync(~0u, rows.slot, begin) * max_pages;
+    const Walk<D> walk = {
+        {pages, table, num_kv_heads, kv_head, max_pages}, rank * WARPS + warp, active * WARPS, lane};
+    attend_run(heads, num_heads * D, num_rows - first_row, rows, begin, end, walk, meeting, scale_log2,
+               depth);
+    begin = end;
+  }
+
   const Output out = {out_values, out_quantised, out_scales, num_rows, num_heads};
   meeting.merge(out, [&](int query) {
-    const int column = query % COLUMNS, row = first_row + query / COLUMNS * ROWS + column / GROUP;
+    const int column = query % COLUMNS, row = first_row + row_of(query / COLUMNS, column);
     const bool is_one = column < ROWS * GROUP && row < num_rows;
     return make_int2(is_one ? row : -1, kv_head * GROUP + column % GROUP);
   });

@@ -1,23 +1,30 @@
-// One draw per row from filtered logits, by one CTA, without sorting: a bound that at least top_k logits
-// reach leaves few candidates, and each of those finds its rank, and the probability up to it, by
+// One draw per row from filtered logits, by one CTA, without sorting: bounds that at least top_k logits
+// reach leave few candidates, and each of those finds its rank, and the probability up to it, by
 // looking at the others.
 //   NUM_TOKENS (V), LOGIT (float or bf16), IS_SEMANTIC: two draws, the second for repeated tokens.
 //   IS_CHAINED: sampling parameters are read before the kernel before this one has ended.
+//   THREADS of a CTA: what a warp does once takes issue slots from the others, so few.
 #include "common.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int WARPS = THREADS / 32;
 constexpr int PER_THREAD = (NUM_TOKENS + THREADS - 1) / THREADS;
 constexpr int MAX_CANDIDATES = 256, MAX_RANKS = 128;
 constexpr int INDEX_BITS = 13;
 constexpr int DRAWS = IS_SEMANTIC ? 2 : 1;
-constexpr float MIN_TEMPERATURE = 1e-5f, RAS_TOP_P = 0.9f;
-static_assert(NUM_TOKENS <= 1 << INDEX_BITS && MAX_CANDIDATES * 2 <= THREADS && WARPS <= 32);
+constexpr float MIN_TEMPERATURE = 1e-5f, RAS_TOP_P = 0.9f, LOG2_E = 1.4426950408889634f;
+constexpr float NARROWER = 0.3f;  // the second bound, from the first to the best logit
+static_assert(NUM_TOKENS <= 1 << INDEX_BITS && MAX_CANDIDATES <= THREADS && PER_THREAD <= 32);
 
 struct Shared {
+  // Key and weight of what reaches the first bound, and of what reaches the second.
+  __align__(16) ulonglong2 wide[MAX_CANDIDATES];
+  __align__(16) ulonglong2 narrow[MAX_CANDIDATES];
   float top[WARPS], low[WARPS], sum[WARPS];
-  int count[3];
-  __align__(16) ulonglong2 candidates[MAX_CANDIDATES];  // key, weight
-  u64 winners[DRAWS][WARPS];
+  u32 counts;  // of the first list, and from bit 16 on of the second
+  int round_counts[3];
+  u64 kept[DRAWS][MAX_RANKS];  // keys that a draw may choose, by rank; 0: none
+  int chosen[DRAWS], code[DRAWS];
+  bool is_recent;
 };
 
 DEVICE float lowest() { return __uint_as_float(0xff800000u); }  // minus infinity
@@ -33,8 +40,8 @@ DEVICE u64 sort_key(float logit, int idx) {
 }
 
 DEVICE float logit_of(u64 key) {
-  const u32 ordered = static_cast<u32>(key >> INDEX_BITS);
-  return __uint_as_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered);
+  const u32 bits = static_cast<u32>(key >> INDEX_BITS);
+  return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
 }
 
 DEVICE int index_of(u64 key) {
@@ -54,34 +61,71 @@ DEVICE i64 noise_key(i64 seed, i64 frame, i64 draw) {
 }
 
 DEVICE float gumbel_noise(i64 key, int token) {
-  const i64 bits = mix(mix(added(key, token))) >> 41 & 0x7fffff;
+  const int bits = static_cast<int>(mix(mix(added(key, token))) >> 41 & 0x7fffff);
   const float uniform = (static_cast<float>(bits) + 0.5f) * 0x1p-23f;
   return -logf(-logf(uniform));
 }
 
-// Threads of the block that count, over all rounds of a loop: `round` 0, 1, 2, ...
-DEVICE int block_count(Shared& shared, int mine, int round, int lane) {
-  const int of_warp = __reduce_add_sync(~0u, mine);
-  if (lane == 0) atomicAdd(&shared.count[round % 3], of_warp);
-  __syncthreads();
-  const int total = shared.count[round % 3];
-  if (threadIdx.x == 0) shared.count[(round + 2) % 3] = 0;
-  return total;
+// Probability over that of the best logit.
+DEVICE float odds(float logit, float top) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"((logit - top) * LOG2_E));
+  return power;
 }
 
-// A key that at least `num_ranks` and at most MAX_CANDIDATES keys reach, given one that too many do and
-// one that too few do. Keys differ, so there is one; only among NaN, which beat every bound, the search
-// may end without it.
-DEVICE u64 raised_bound(Shared& shared, const u64 (&keys)[PER_THREAD], u64 low, u64 high, int num_ranks,
-                        int lane) {
-  if (threadIdx.x < 3) shared.count[threadIdx.x] = 0;
-  __syncthreads();
+// What a candidate adds to those it beats: one rank (from bit 48 on), and its odds in units of 2^-31.
+// Whole numbers, so that sums do not depend on an order.
+DEVICE ulonglong2 candidate_of(float logit, int idx, float top) {
+  return make_ulonglong2(sort_key(logit, idx),
+                         1ull << 48 | __float2uint_rn(odds(logit, top) * 0x1p31f));
+}
+
+// Lists what reaches `low`, and what reaches `narrow`, as far as there is room; counts all.
+DEVICE void collect(Shared& shared, const LOGIT* logits, const float (&values)[PER_THREAD], float low,
+                    float narrow, float top, int lane) {
+  u32 reaches_low = 0, reaches_narrow = 0;
+#pragma unroll
+  for (int i = 0; i < PER_THREAD; i++) {
+    reaches_low |= values[i] >= low ? 1u << i : 0;
+    reaches_narrow |= values[i] >= narrow ? 1u << i : 0;
+  }
+  const u32 mine = __popc(reaches_low) + __popc(reaches_narrow) * 0x10000u;
+  u32 before = mine;
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const u32 below = __shfl_up_sync(~0u, before, lanes);
+    if (lane >= lanes) before += below;
+  }
+  u32 start = 0;
+  if (lane == 31) start = atomicAdd(&shared.counts, before);
+  before += __shfl_sync(~0u, start, 31) - mine;
+  int wide = before & 0xffff, narrower = before >> 16;
+#pragma unroll 1
+  for (; reaches_low != 0; reaches_low &= reaches_low - 1) {  // few: read again, to be short
+    const int i = __ffs(reaches_low) - 1, idx = i * THREADS + threadIdx.x;
+    const ulonglong2 candidate = candidate_of(static_cast<float>(logits[idx]), idx, top);
+    if (wide < MAX_CANDIDATES) shared.wide[wide] = candidate;
+    wide++;
+    if (reaches_narrow >> i & 1 && narrower < MAX_CANDIDATES) shared.narrow[narrower++] = candidate;
+  }
+  __syncwarp();
+}
+
+// For the rare row whose bounds leave too many: finds a key that at least `num_ranks` and at most
+// MAX_CANDIDATES logits reach, between one that many do and one that none does, and lists those.
+// Keys differ, so there is such a key. Reads the logits again, to be short. Returns the count.
+DEVICE int search(Shared& shared, const LOGIT* logits, u64 low, u64 high, float top, int num_ranks,
+                  int lane) {
   for (int round = 0; high - low > 1; round++) {
     const u64 middle = low + (high - low) / 2;
     int mine = 0;
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; i++) mine += keys[i] >= middle;
-    const int total = block_count(shared, mine, round, lane);
+    for (int idx = threadIdx.x; idx < NUM_TOKENS; idx += THREADS)
+      mine += sort_key(static_cast<float>(logits[idx]), idx) >= middle;
+    mine = __reduce_add_sync(~0u, mine);
+    if (lane == 0) atomicAdd(&shared.round_counts[round % 3], mine);
+    __syncthreads();
+    const int total = shared.round_counts[round % 3];
+    if (threadIdx.x == 0) shared.round_counts[(round + 2) % 3] = 0;
     if (total < num_ranks) {
       high = middle;
     } else {
@@ -89,90 +133,74 @@ DEVICE u64 raised_bound(Shared& shared, const u64 (&keys)[PER_THREAD], u64 low, 
       if (total <= MAX_CANDIDATES) break;
     }
   }
-  return low;
-}
-
-// What a candidate adds to those it beats: one rank (from bit 48 on), and its probability over that of
-// the best logit, in units of 2^-31. Whole numbers, so that sums do not depend on an order.
-DEVICE u64 weight_of(float logit, float top) {
-  return 1ull << 48 | __float2uint_rn(expf(logit - top) * 0x1p31f);
-}
-
-// Appends what reaches `bound` to the candidates, as far as there is room; counts all.
-DEVICE void collect(Shared& shared, const u64 (&keys)[PER_THREAD], u64 bound, float top, int lane) {
-  int before = 0, in_warp = 0, at[PER_THREAD];
-#pragma unroll
-  for (int i = 0; i < PER_THREAD; i++) {
-    const u32 who = __ballot_sync(~0u, keys[i] >= bound);
-    at[i] = in_warp + __popc(who & ((1u << lane) - 1));
-    in_warp += __popc(who);
-  }
-  if (lane == 0) before = atomicAdd(&shared.count[0], in_warp);
-  before = __shfl_sync(~0u, before, 0);
-#pragma unroll
-  for (int i = 0; i < PER_THREAD; i++)
-    if (keys[i] >= bound && before + at[i] < MAX_CANDIDATES)
-      shared.candidates[before + at[i]] = make_ulonglong2(keys[i], weight_of(logit_of(keys[i]), top));
-}
-
-struct Filter {
-  float top_p, inverse_temperature;
-  i64 noise_key;
-};
-
-// Best of the lanes: the highest score, then the lowest rank; 0 where no lane has one.
-DEVICE u64 warp_best(u64 mine) {
-  const u32 score = static_cast<u32>(mine >> 32), highest = __reduce_max_sync(~0u, score);
-  const u32 rest = __reduce_max_sync(~0u, score == highest ? static_cast<u32>(mine) : 0);
-  return static_cast<u64>(highest) << 32 | rest;
-}
-
-// Draws by all threads. Ranks from num_ranks on, and those whose cumulative un-tempered probability
-// exceeds top_p, are removed, the best never; the others are tempered and drawn by Gumbel noise.
-DEVICE void draw(int (&chosen)[DRAWS], Shared& shared, const Filter (&filters)[DRAWS],
-                 int num_candidates, int num_ranks, int warp, int lane) {
-  // `parts` threads per candidate share the others.
-  const int parts = num_candidates * 8 <= THREADS ? 8 : num_candidates * 4 <= THREADS ? 4 : 2;
-  const int candidate = threadIdx.x / parts, part = threadIdx.x % parts;
-  u64 best[DRAWS] = {};
-  if (warp * 32 / parts < num_candidates) {
-    const ulonglong2 own = shared.candidates[min(candidate, num_candidates - 1)];
-    u64 above = 0;
-#pragma unroll 4
-    for (int i = part; i < num_candidates; i += parts) {
-      const ulonglong2 other = shared.candidates[i];
-      if (other.x > own.x) above += other.y;
-    }
-    __syncwarp();
-    for (int lanes = 1; lanes < parts; lanes *= 2) above += __shfl_xor_sync(~0u, above, lanes);
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; i++) sum += shared.sum[i];
-    const int rank = static_cast<int>(above >> 48);
-    const u64 cumulative = (above + own.y) & ((1ull << 48) - 1);
-    const float reached = static_cast<float>(cumulative) * 0x1p-31f / sum;
-    if (candidate < num_candidates && part == 0 && rank < num_ranks) {
-      const int token = index_of(own.x);
-#pragma unroll
-      for (int d = 0; d < DRAWS; d++) {
-        if (rank > 0 && !(reached <= filters[d].top_p)) continue;
-        const float score = __fadd_rn(gumbel_noise(filters[d].noise_key, token),
-                                      __fmul_rn(logit_of(own.x), filters[d].inverse_temperature));
-        best[d] = static_cast<u64>(ordered(score)) << 32 | (MAX_RANKS - rank) << INDEX_BITS | token;
-      }
-    }
-  }
-#pragma unroll
-  for (int d = 0; d < DRAWS; d++) {
-    best[d] = warp_best(best[d]);
-    if (lane == 0) shared.winners[d][warp] = best[d];
+  if (threadIdx.x == 0) shared.counts = 0;
+  __syncthreads();
+  for (int idx = threadIdx.x; idx < NUM_TOKENS; idx += THREADS) {
+    const float logit = static_cast<float>(logits[idx]);
+    if (sort_key(logit, idx) < low) continue;
+    const u32 at = atomicAdd(&shared.counts, 1);
+    if (at < MAX_CANDIDATES) shared.wide[at] = candidate_of(logit, idx, top);
   }
   __syncthreads();
+  return min(shared.counts, MAX_CANDIDATES);
+}
+
+// Every candidate finds its rank. Ranks from num_ranks on, and those whose cumulative un-tempered
+// probability exceeds a draw's top_p, are removed, the best never; the others are put into `kept`.
+DEVICE void keep(Shared& shared, const ulonglong2* candidates, int num_candidates,
+                 const float (&top_p)[DRAWS], int num_ranks, int warp) {
+  // `parts` threads per candidate share the others.
+  const int parts = num_candidates * 4 <= THREADS ? 4 : num_candidates * 2 <= THREADS ? 2 : 1;
+  const int candidate = threadIdx.x / parts, part = threadIdx.x % parts;
+  if (warp * 32 / parts >= num_candidates) return;
+  const ulonglong2 own = candidates[min(candidate, num_candidates - 1)];
+  u64 above = 0;
+#pragma unroll 4
+  for (int i = part; i < num_candidates; i += parts) {
+    const ulonglong2 other = candidates[i];
+    if (other.x > own.x) above += other.y;
+  }
+  __syncwarp();
+  for (int lanes = 1; lanes < parts; lanes *= 2) above += __shfl_xor_sync(~0u, above, lanes);
+  const int rank = static_cast<int>(above >> 48);
+  if (candidate >= num_candidates || part > 0 || rank >= num_ranks) return;
+  float sum = 0;
 #pragma unroll
-  for (int d = 0; d < DRAWS; d++) {
-    const u64 winner = warp_best(lane < WARPS ? shared.winners[d][lane] : 0);
-    const int token = static_cast<int>(winner & ((1 << INDEX_BITS) - 1));
-    chosen[d] = min(token, NUM_TOKENS - 1);  // whatever garbage logits lead to
+  for (int i = 0; i < WARPS; i++) sum += shared.sum[i];
+  const u64 cumulative = (above + own.y) & ((1ull << 48) - 1);
+  const float reached = static_cast<float>(cumulative) * 0x1p-31f / sum;
+#pragma unroll
+  for (int d = 0; d < DRAWS; d++)
+    if (rank == 0 || reached <= top_p[d]) shared.kept[d][rank] = own.x;
+}
+
+// Draw `d` by one warp: what is kept is tempered and drawn by Gumbel noise.
+//   head_tokens, head_codes: see `sample`; recent: one of the last tokens per lane, or -1.
+DEVICE void draw(Shared& shared, int d, float inverse_temperature, i64 key_of_noise, int num_ranks,
+                 const i32* head_tokens, const i64* head_codes, i32 recent, int lane) {
+  float best = lowest();
+  int best_rank = MAX_RANKS, choice = 0, code = 0;
+  i32 token = -2;
+  for (int rank = lane; rank < num_ranks; rank += 32) {
+    const u64 key = shared.kept[d][rank];
+    if (key == 0) break;
+    const int idx = min(index_of(key), NUM_TOKENS - 1);
+    const i32 token_here = IS_SEMANTIC ? head_tokens[idx] : 0;
+    const int code_here = head_codes != nullptr ? static_cast<int>(head_codes[idx]) : idx;
+    const float score = __fadd_rn(gumbel_noise(key_of_noise, idx),
+                                  __fmul_rn(logit_of(key), inverse_temperature));
+    if (score > best || best_rank == MAX_RANKS)
+      best = score, best_rank = rank, choice = idx, code = code_here, token = token_here;
+  }
+  const u32 score = best_rank < MAX_RANKS ? ordered(best) : 0;
+  const u32 highest = __reduce_max_sync(~0u, score);
+  const int winner = __reduce_min_sync(~0u, score == highest ? best_rank : MAX_RANKS);
+  const int from = winner % 32;  // nobody has rank 128: garbage logits, lane 0
+  token = __shfl_sync(~0u, token, from);
+  const bool is_recent = __any_sync(~0u, recent == token);
+  if (lane == from) {
+    shared.chosen[d] = choice, shared.code[d] = code;
+    if (d == 0) shared.is_recent = is_recent;
   }
 }
 
@@ -187,7 +215,7 @@ DEVICE void copy_row(bf16* target, const bf16* source, int dim) {
 //   Semantic: window i32 [N, window_len] (at most 32), head_tokens i32 [V], head_codes i64 [V] or null,
 //   is_end bool [B] or null; x [2 B, dim] gets the hidden state and the code's embedding.
 //   Else: x [B, dim] gets the code's embedding.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample(const LOGIT* logits, const i64* slots, const float* temperature, const float* top_p,
            const i32* top_k, const i64* seed, const i32* frame_idx, const i32* window,
            const i32* head_tokens, const i64* head_codes, i64* choice, bool* is_end, i32* codes,
@@ -195,26 +223,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            int window_len, int codebook, int num_codebooks, int dim) {
   __shared__ Shared shared;
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x < 3) shared.count[threadIdx.x] = 0;
+  if (threadIdx.x < 3) shared.counts = shared.round_counts[threadIdx.x] = 0;
+  for (int i = threadIdx.x; i < DRAWS * MAX_RANKS; i += THREADS) shared.kept[i / MAX_RANKS][i % MAX_RANKS] = 0;
   if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
   const i64 slot = slots[row];
   const float temperature_of = temperature[slot];
   const int limit = min(min(num_ranks_limit, MAX_RANKS), NUM_TOKENS);
   const int num_ranks = temperature_of > 0 ? max(min(top_k[slot], limit), 1) : 1;
-  const i64 seed_of = seed[slot], frame = frame_idx[slot];
-  Filter filters[DRAWS];
-  filters[0] = {top_p[slot], 1.f / fmaxf(temperature_of, MIN_TEMPERATURE),
-                noise_key(seed_of, frame, first_draw)};
-  if (IS_SEMANTIC) filters[DRAWS - 1] = {RAS_TOP_P, 1.f, noise_key(seed_of, frame, first_draw + 1)};
+  float tops[DRAWS] = {top_p[slot]};
+  if (IS_SEMANTIC) tops[DRAWS - 1] = RAS_TOP_P;
+  const i64 key_of_noise = noise_key(seed[slot], frame_idx[slot], first_draw + min(warp, DRAWS - 1));
+  const float inverse_temperature = warp == 0 ? 1.f / fmaxf(temperature_of, MIN_TEMPERATURE) : 1.f;
   const i32 recent = IS_SEMANTIC && lane < window_len ? window[slot * window_len + lane] : -1;
   if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
 
+  const LOGIT* of_row = logits + static_cast<i64>(row) * NUM_TOKENS;
   float values[PER_THREAD], low = lowest();
 #pragma unroll
   for (int i = 0; i < PER_THREAD; i++) {
     const int idx = i * THREADS + threadIdx.x;
-    values[i] = idx < NUM_TOKENS ? static_cast<float>(logits[static_cast<i64>(row) * NUM_TOKENS + idx])
-                                 : lowest();
+    values[i] = idx < NUM_TOKENS ? static_cast<float>(of_row[idx]) : __uint_as_float(0x7fffffff);  // NaN
     low = fmaxf(low, values[i]);
   }
   // `low`: the smallest of num_ranks or more largest logits of disjoint groups; `top`: the largest.
@@ -230,49 +258,37 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int i = 0; i < WARPS; i++) top = fmaxf(top, shared.top[i]), low = fminf(low, shared.low[i]);
 
-  u64 keys[PER_THREAD];
-#pragma unroll
-  for (int i = 0; i < PER_THREAD; i++) {
-    const int idx = i * THREADS + threadIdx.x;
-    keys[i] = idx < NUM_TOKENS ? sort_key(values[i], idx) : 0;
-  }
-  u64 bound = max(sort_key(low, (1 << INDEX_BITS) - 1), 1ull);
-  collect(shared, keys, bound, top, lane);
+  collect(shared, of_row, values, low, low + NARROWER * (top - low), top, lane);
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < PER_THREAD; i++)
-    sum += i * THREADS + threadIdx.x < NUM_TOKENS ? expf(values[i] - top) : 0.f;
+  for (int i = 0; i < PER_THREAD; i++) sum += values[i] >= lowest() ? odds(values[i], top) : 0.f;
   sum = warp_sum(sum);
   if (lane == 0) shared.sum[warp] = sum;
   __syncthreads();
-  int num_candidates = shared.count[0];
-  if (num_candidates > MAX_CANDIDATES) {
-    __syncthreads();
-    bound = raised_bound(shared, keys, bound, sort_key(top, 0) + 1, num_ranks, lane);
-    __syncthreads();
-    if (threadIdx.x == 0) shared.count[0] = 0;
-    __syncthreads();
-    collect(shared, keys, bound, top, lane);
-    __syncthreads();
-    num_candidates = min(shared.count[0], MAX_CANDIDATES);
+  const ulonglong2* candidates = shared.narrow;
+  int num_candidates = shared.counts >> 16;
+  if (num_candidates < num_ranks || num_candidates > MAX_CANDIDATES) {
+    candidates = shared.wide;
+    num_candidates = shared.counts & 0xffff;
+    if (num_candidates > MAX_CANDIDATES)
+      num_candidates = search(shared, of_row, sort_key(low, (1 << INDEX_BITS) - 1),
+                              sort_key(top, 0) + 1, top, num_ranks, lane);
   }
-
-  int chosen[DRAWS];
-  draw(chosen, shared, filters, num_candidates, num_ranks, warp, lane);
-  int taken = chosen[0];
-  if (IS_SEMANTIC) {  // a semantic token of the last ones gives way to its twin
-    const bool is_recent = __any_sync(~0u, lane < window_len && recent == head_tokens[taken]);
-    if (is_recent && taken < NUM_TOKENS - 1) taken = chosen[DRAWS - 1];
-  }
-  const int code = head_codes != nullptr ? static_cast<int>(head_codes[taken]) : taken;
-  if (x != nullptr) {
-    const i64 target = IS_SEMANTIC ? 2ll * row + 1 : row;
-    copy_row(x + target * dim, table + static_cast<i64>(code) * dim, dim);
-    if (IS_SEMANTIC) copy_row(x + 2ll * row * dim, hidden + static_cast<i64>(row) * dim, dim);
-  }
+  keep(shared, candidates, num_candidates, tops, num_ranks, warp);
+  __syncthreads();
+  if (warp < DRAWS)
+    draw(shared, warp, inverse_temperature, key_of_noise, num_ranks, head_tokens, head_codes, recent, lane);
+  __syncthreads();
+  const int taken_draw =
+      IS_SEMANTIC && shared.is_recent && shared.chosen[0] < NUM_TOKENS - 1 ? DRAWS - 1 : 0;
+  const int taken = shared.chosen[taken_draw], code = shared.code[taken_draw];
   if (threadIdx.x == 0) {
     choice[row] = taken;
     if (is_end != nullptr) is_end[row] = taken == NUM_TOKENS - 1;
     if (codes != nullptr) codes[row * num_codebooks + codebook] = code;
   }
+  if (x == nullptr) return;
+  const i64 target = IS_SEMANTIC ? 2ll * row + 1 : row;
+  copy_row(x + target * dim, table + static_cast<i64>(code) * dim, dim);
+  if (IS_SEMANTIC) copy_row(x + 2ll * row * dim, hidden + static_cast<i64>(row) * dim, dim);
 }

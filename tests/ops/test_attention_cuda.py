@@ -160,6 +160,25 @@ def test_a_prefill_chunk(heads, length, num_rows, is_span):
     assert relative_error(out, chunk.expected(q)) < MAX_ERROR
 
 
+@pytest.mark.parametrize("plan", [SpanPlan(1, 4, 2), SpanPlan(4, 4, 1, 3), SpanPlan(2, 8, 2, 2, 2)])
+def test_a_chunk_of_several_slots_and_padding(plan):
+    """Runs of rows of different slots, lengths and lengths of run; the padding's page holds NaN, and
+    nobody but the padding gets any."""
+    case = on_gpu([300, 70, 1, 513, 40], S2_PRO)
+    order = [0] * 5 + [1] + [2] + [3] * 13 + [4, 4, 1, 1, 1] + [0] * 3
+    chunk = case.rows(order + [4] * 4)
+    offsets = [order[i:].count(row) - 1 for i, row in enumerate(order)]
+    positions = case.positions[order] - torch.tensor(offsets, device="cuda")
+    assert positions.min() >= 0
+    chunk.positions = torch.cat([positions, positions.new_zeros(4)])
+    chunk.slots = chunk.slots.clone()
+    chunk.slots[-4:] = case.page_table.shape[0] - 1
+    out = attention.launch_span(chunk.q, chunk.where, "bf16", plan)
+    expected = chunk.expected(chunk.q)
+    assert relative_error(out[:-4], expected[:-4]) < MAX_ERROR
+    assert out[-4:].isnan().all()
+
+
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
 def test_every_plan_of_a_span(splits):
     q, chunk = span_of(on_gpu([40, 900], S2_PRO), 1, 77)

@@ -108,8 +108,26 @@ def test_embed_rows_of_slots_and_of_a_prompt():
 @pytest.mark.parametrize(
     ("source", "defines"),
     [
-        ("sampling.cu", {"NUM_TOKENS": 4097, "LOGIT": "bf16", "IS_SEMANTIC": 1, "IS_CHAINED": 1}),
-        ("sampling.cu", {"NUM_TOKENS": 1024, "LOGIT": "float", "IS_SEMANTIC": 0, "IS_CHAINED": 0}),
+        (
+            "sampling.cu",
+            {
+                "NUM_TOKENS": 4097,
+                "LOGIT": "bf16",
+                "IS_SEMANTIC": 1,
+                "IS_CHAINED": 1,
+                "THREADS": 256,
+            },
+        ),
+        (
+            "sampling.cu",
+            {
+                "NUM_TOKENS": 1024,
+                "LOGIT": "float",
+                "IS_SEMANTIC": 0,
+                "IS_CHAINED": 0,
+                "THREADS": 256,
+            },
+        ),
         ("advance.cu", {}),
         ("embedding.cu", {"NUM_CODEBOOKS": 10}),
     ],
