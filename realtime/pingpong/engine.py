@@ -210,6 +210,7 @@ class PingPongEngine:
             "prefill_graph_bytes": prefill.kv.runner.graph_bytes,
             "codec_state_bytes": vocode.runner.state_bytes,
             "slots_waiting_for_pages": prefill.kv.memory.num_waiting,
+            "slots_that_lost_their_pages_total": prefill.kv.num_stripped,
         }
 
     def stop(self) -> None:

@@ -1,12 +1,14 @@
 """Who has which pages: prefixes that are shared, slots that wait, pages that come back."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from model.config import DualARConfig, StackConfig
 from model.kv_cache import KVCache
 from model.pages import PageAllocator
-from realtime.pingpong.memory import Memory
+from realtime.pingpong.memory import Memory, pool_pages
 from realtime.pingpong.prefix_cache import PrefixCache
 
 PAGE = 4
@@ -129,6 +131,24 @@ def test_pages_are_taken_from_who_can_do_without_them_only_for_who_is_in_a_hurry
     assert pool.cache.pages(0)
     assert pool.reserve(2, 5)
     assert not pool.cache.pages(0) and pool.cache.pages(1), "no more than is needed"
+
+
+def test_the_pool_has_room_for_all_contexts_or_what_memory_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = StackConfig(2, 8, 1, 1, 8, 8, 1e4, 1e-6, 64, False, False, False)
+    config = DualARConfig(slow, slow, 16, 2, 8, True, 0, 7, 8)
+    sizes = (10, 100, 500, 32, 0.5)  # slots, positions of one, of prefixes, of a page, fraction
+    wanted = 1 + 10 * 4 + 500 // 32
+    for device, num_free_bytes, expected in (
+        ("cpu", 0, wanted),
+        ("cuda", 1 << 30, wanted),
+        ("cuda", 40 * 32 * 2 * 2 * 8 * 4, 20),
+    ):
+        model = SimpleNamespace(config=config, device=torch.device(device), dtype=torch.float32)
+        free = (num_free_bytes, 1 << 30)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: free)
+        assert pool_pages(model, *sizes) == expected  # type: ignore[arg-type]
 
 
 def test_a_page_is_freed_once() -> None:
