@@ -121,6 +121,9 @@ class ServerConfig:
     lifeline_fd: int | None = _operation(
         None, "file descriptor of a pipe; when its other end is closed, the server drains and ends"
     )
+    encode_processes: int | None = _operation(
+        None, "processes that encode audio; 0: threads; default: by slots, from 8 cores on"
+    )
     log_level: str = _operation("warning", "critical, error, warning, info or debug")
 
     def __post_init__(self) -> None:
@@ -132,6 +135,8 @@ class ServerConfig:
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
         self._check("device", is_device(self.device), DEVICES)
         self._check("engine_process", self.engine_process in _PROCESSES, "one of auto, yes, no")
+        num_processes = self.encode_processes
+        self._check("encode_processes", num_processes is None or num_processes >= 0, "0 or more")
         for name in ("num_threads", "max_sessions_per_client", "max_text_chars_per_s"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         has_urls = all("://" in origin or origin == "null" for origin in self.origins())

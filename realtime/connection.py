@@ -15,7 +15,7 @@ from fastapi import WebSocketDisconnect
 from realtime import wire
 from realtime.command_queue import CommandQueue
 from realtime.config import ServerConfig
-from realtime.egress import LoopEvent
+from realtime.encoders import LoopEvent
 from realtime.errors import CLOSE_CODE, EngineError, PlosiveError
 from realtime.metrics import Metrics
 from realtime.outbox import Audio, Closing, Item, Outbox, Text

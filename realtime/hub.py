@@ -7,6 +7,7 @@ until then no other connection gets it, and every event of the slot goes to that
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -14,7 +15,9 @@ from enum import Enum
 from realtime.audio_encoder import pre_skip_samples
 from realtime.config import ServerConfig
 from realtime.connection import INTERNAL_ERROR, Connection, Socket
-from realtime.egress import Egress, LoopEvent
+from realtime.egress import Egress, EgressThreads
+from realtime.egress_processes import EgressProcesses, processes_for
+from realtime.encoders import LoopEvent
 from realtime.errors import CapacityError, EngineError, PlosiveError, VoiceError
 from realtime.metrics import Metrics
 from realtime.pingpong.api import Engine
@@ -60,7 +63,7 @@ class Hub:
             drain_deadline_ms=round(config.drain_s * 1000),
         )
         info = engine.info
-        self.egress = Egress(info.sample_rate, info.num_slots, engine.slots, self._deliver, metrics)
+        self.egress = _make_egress(engine, config, self._deliver, metrics)
         self._tenants: dict[int, Connection] = {}  # by slot.idx, until SlotClosed
         self._running: set[Connection] = set()
         self._num_guests = 0
@@ -264,6 +267,21 @@ class Hub:
         watch("ready", "1 when sessions are admitted", lambda: self.state is State.READY)
         self._metrics.sessions.set_function(lambda: self.num_sessions)
         self._metrics.watch_all("engine", self._engine.stats)
+
+
+def _make_egress(
+    engine: Engine,
+    config: ServerConfig,
+    deliver: Callable[[LoopEvent], None],
+    metrics: Metrics,
+) -> Egress:
+    info, slots = engine.info, engine.slots
+    num_processes = config.encode_processes
+    if num_processes is None:
+        num_processes = processes_for(slots, info.num_slots, os.cpu_count() or 1)
+    if num_processes:
+        return EgressProcesses(info.sample_rate, slots, deliver, metrics, num_processes)
+    return EgressThreads(info.sample_rate, info.num_slots, slots, deliver, metrics)
 
 
 def _effective_format(audio_format: AudioFormat) -> EffectiveFormat:

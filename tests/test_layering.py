@@ -70,6 +70,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "realtime.__main__": ("realtime.cli",),
     "realtime": (
         "realtime.threads",
+        "realtime.remote.link",
+        "realtime.pingpong.slots",
         "realtime.wire",
         "realtime.errors",
         "realtime.session",

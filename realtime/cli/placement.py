@@ -9,7 +9,7 @@ from realtime.errors import PlosiveError
 from realtime.pingpong.api import Engine
 from realtime.pingpong.fleet import Fleet
 from realtime.pingpong.slots import Slots
-from realtime.remote.engine import RemoteEngine
+from realtime.remote.engine import RemoteEngine, shared_integers
 
 _CPU_SLOTS, _GPU_SLOTS = 4, 64  # of a device, where nothing is said
 
@@ -31,7 +31,7 @@ def place(config: ServerConfig, load: LoadEngine) -> Engine:
         why = f"max_slots: got {num_slots}, expected at least one for each of {num_devices} devices"
         raise PlosiveError("invalid_config", why)
     if not has_own_process(config):
-        return load(config, devices[0], Slots(num_slots))
+        return load(config, devices[0], Slots(num_slots, shared_integers(num_slots)))
     remotes = [
         RemoteEngine(
             partial(load, config, device),
@@ -46,7 +46,7 @@ def place(config: ServerConfig, load: LoadEngine) -> Engine:
         for remote in remotes:
             remote.stop()
         raise
-    return engines[0] if num_devices == 1 else Fleet(engines)
+    return engines[0] if num_devices == 1 else Fleet(engines, shared_integers(num_slots))
 
 
 def has_own_process(config: ServerConfig) -> bool:

@@ -32,7 +32,7 @@ from realtime.pingpong.messages import (
     SlotRef,
     VoicePrompt,
 )
-from realtime.pingpong.slots import Slots
+from realtime.pingpong.slots import Generations, Slots
 from realtime.threads import name_thread
 
 _EVEN_SHARE = 1 / 8  # engines whose shares of free slots differ by less count as equally free
@@ -55,8 +55,8 @@ class _Binding:
 class FleetSlots(Slots):
     """The engines' slots as one table. Event loop only, as every `SlotTable`."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        super().__init__(sum(engine.info.num_slots for engine in engines))
+    def __init__(self, engines: Sequence[Engine], generations: Generations | None) -> None:
+        super().__init__(sum(engine.info.num_slots for engine in engines), generations)
         self._engines = engines
         self._bindings: dict[int, _Binding] = {}  # by the fleet's slot.idx
         # of each engine: which of the fleet's slots had its slot last
@@ -125,14 +125,15 @@ class FleetSlots(Slots):
 class Fleet:
     """Implements `realtime.pingpong.api.Engine` over engines of one model."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], generations: Generations | None = None) -> None:
+        """`generations`: of all the engines' slots, where other processes are to read them."""
         assert engines, "a fleet needs an engine"
         first = engines[0].info
         for engine in engines:
             same = replace(engine.info, num_slots=first.num_slots)
             assert same == first, f"engines of different models: {engine.info}, {first}"
         self._engines = list(engines)
-        self._slots = FleetSlots(self._engines)
+        self._slots = FleetSlots(self._engines, generations)
         self._info = replace(first, num_slots=self._slots.num_slots)
         self._prefixes: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in engines]
         self._sink: Callable[[Event], None] = lambda event: None

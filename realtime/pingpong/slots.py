@@ -25,8 +25,13 @@ class Slots:
         """`generations`: zeros in memory that several processes share; one of them writes."""
         assert num_slots > 0, num_slots
         assert generations is None or len(generations) == num_slots, num_slots
+        self.is_shared = generations is not None
         self._generation: Generations = [0] * num_slots if generations is None else generations
         self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def generations(self) -> Generations:
+        return self._generation
 
     @property
     def num_slots(self) -> int:

@@ -65,9 +65,7 @@ class RemoteEngine:
         Two constructed before either is loaded load side by side.
         """
         context = multiprocessing.get_context("spawn")
-        generations, num_taken = (
-            cast(Generations, context.RawArray(ctypes.c_int64, num_slots)) for _ in range(2)
-        )
+        generations, num_taken = shared_integers(num_slots), shared_integers(num_slots)
         self._name = name
         self._slots = Slots(num_slots, generations)
         self._num_taken = num_taken
@@ -230,6 +228,11 @@ class RemoteEngine:
         self._failure = self._failure or failure
         for slot in list(self._opened.values()):
             self._sink(SlotFailed(slot, failure))
+
+
+def shared_integers(count: int) -> Generations:
+    """Zeros that processes started afterwards can be given."""
+    return cast(Generations, multiprocessing.RawArray(ctypes.c_int64, count))
 
 
 def _raised(failed: Failed) -> PlosiveError:

@@ -24,7 +24,7 @@ _OBJECT, _PCM = 0, 1
 _FRAME = struct.Struct(
     "<6q"
 )  # slot.idx, slot.generation, turn_id, segment, first_frame, num_frames
-_READ_BYTES = 256 * 1024
+READ_BYTES = 256 * 1024
 _SOCKET_BYTES = 256 * 1024  # what waits in order, whatever is more urgent: 30 frames of PCM
 MAX_BACKLOG = 32  # messages that `send` keeps; with `is_patient` it waits beyond them
 
@@ -56,6 +56,18 @@ class Link:
     def num_waiting(self) -> int:
         return len(self._backlog)
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def read(self) -> bytes | None:
+        """What is there, without waiting; empty at the end, None if there is nothing yet."""
+        try:
+            return self._sock.recv(READ_BYTES, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
     def send(self, message: Any, *, is_patient: bool = False) -> None:
         """Write it now if the socket takes it, else leave it to a thread. Never waits, unless
         `is_patient` and the backlog is full.
@@ -63,7 +75,7 @@ class Link:
         Raises:
             LinkClosed.
         """
-        parts = _packed(message)
+        parts = packed(message)
         with self._changed:
             if is_patient:
                 self._changed.wait_for(lambda: len(self._backlog) < MAX_BACKLOG or self._is_closed)
@@ -81,7 +93,7 @@ class Link:
         reader = MessageReader()
         while True:
             try:
-                data = self._sock.recv(_READ_BYTES)
+                data = self._sock.recv(READ_BYTES)
             except OSError:
                 data = b""
             if not data:
@@ -146,7 +158,8 @@ class Link:
                 self._changed.notify_all()
 
 
-def _packed(message: Any) -> list[bytes]:
+def packed(message: Any) -> list[bytes]:
+    """A message as the bytes that `MessageReader` reads."""
     if not isinstance(message, FramePcm):
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         return [_LENGTH.pack(len(body), _OBJECT), body]

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from realtime import egress as egress_module
-from realtime.egress import Egress, LoopEvent, threads_for
+from realtime.egress import EgressThreads, encoders_for
+from realtime.encoders import LoopEvent
 from realtime.metrics import Metrics
 from realtime.pingpong.messages import (
     FramePcm,
@@ -34,7 +35,7 @@ class Rig:
         self.events: list[LoopEvent] = []
         self.num_wakes = 0
         self._changed = asyncio.Event()
-        self.egress = Egress(
+        self.egress = EgressThreads(
             24_000, num_slots, self.slots, self._deliver, self.metrics, num_threads
         )
 
@@ -257,4 +258,4 @@ async def test_stop_releases_a_waiting_engine(monkeypatch: pytest.MonkeyPatch) -
 def test_threads_are_bounded_by_slots_and_cores(
     num_slots: int, num_cores: int, expected: int
 ) -> None:
-    assert threads_for(num_slots, num_cores) == expected
+    assert encoders_for(num_slots, num_cores) == expected

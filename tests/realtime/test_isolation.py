@@ -8,7 +8,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from realtime import wire
-from realtime.egress import LoopEvent
+from realtime.encoders import LoopEvent
 from realtime.pingpong.messages import (
     CloseSlot,
     Command,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from realtime.pingpong.messages import FramePcm, SegmentEnd, SlotRef
-from realtime.remote.link import MAX_BACKLOG, Link, LinkClosed, MessageReader, _packed, link_pair
+from realtime.remote.link import MAX_BACKLOG, Link, LinkClosed, MessageReader, link_pair, packed
 
 
 def frame(number: int, num_samples: int = 2_048) -> FramePcm:
@@ -26,7 +26,7 @@ def same(got: FramePcm, sent: FramePcm) -> bool:
 def test_messages_survive_any_pieces(piece: int) -> None:
     end = SegmentEnd(SlotRef(1, 2), 3, 4, 5)
     sent = [frame(0), "odd", frame(1, 1), end, frame(2)]
-    data = b"".join(part for message in sent for part in _packed(message))
+    data = b"".join(part for message in sent for part in packed(message))
     reader, got = MessageReader(), []
     for at in range(0, len(data), piece):
         got += reader.feed(data[at : at + piece])
