@@ -7,7 +7,6 @@ until then no other connection gets it, and every event of the slot goes to that
 import asyncio
 import contextlib
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -15,7 +14,7 @@ from enum import Enum
 from realtime.audio_encoder import pre_skip_samples
 from realtime.config import ServerConfig
 from realtime.connection import INTERNAL_ERROR, Connection, Socket
-from realtime.egress import Egress, EgressThreads
+from realtime.egress import Egress, EgressThreads, num_cores
 from realtime.egress_processes import EgressProcesses, processes_for
 from realtime.encoders import LoopEvent
 from realtime.errors import CapacityError, EngineError, PlosiveError, VoiceError
@@ -278,7 +277,7 @@ def _make_egress(
     info, slots = engine.info, engine.slots
     num_processes = config.encode_processes
     if num_processes is None:
-        num_processes = processes_for(slots, info.num_slots, os.cpu_count() or 1)
+        num_processes = processes_for(slots, info.num_slots, num_cores())
     if num_processes:
         return EgressProcesses(info.sample_rate, slots, deliver, metrics, num_processes)
     return EgressThreads(info.sample_rate, info.num_slots, slots, deliver, metrics)
