@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies, rotated
 from ops import attention, reference, sampling
-from ops.attention import Plan
+from ops.attention_plans import Plan, plan_for
 from ops.embedding import embed_rows
 from ops.sampling import Carried, Draws, Head
 
@@ -96,7 +96,7 @@ class Layers:
 
     def _plan(self) -> Plan:
         max_pages = self.page_table.shape[1]
-        return attention.plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE)
+        return plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE)
 
 
 def normal(*shape: int) -> Tensor:

@@ -3,88 +3,28 @@
 A row is one position of one slot. On CUDA these are kernels of `ops/csrc` (bf16, D 64 or 128, up to
 eight query heads per key/value head); elsewhere the definitions in `ops/reference_paged.py`.
 
-How many warps share a row depends on the number of rows and on `max_pages` alone (`plan_for`), so a
-launch can be captured. A row's bits depend on its own data and on that plan: whatever its
-neighbours, its slot and its pages are, in two batches of the same plan it gets the same bits; under
-another plan, its sums are rounded in another order.
+A launch's shape depends on the number of rows and on `max_pages` alone (`plan_for`), so it can be
+captured; within it, a row is shared by as many warps as its own length asks for. So a row's bits
+depend on its own data and on the plan: in two batches of one plan it gets the same bits, whatever its
+neighbours, its slot and its pages are; under another plan its sums are rounded in another order. In a
+span of a prompt they may also depend on how long its neighbours are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ops import nvrtc, reference_paged
+from ops.attention_plans import Plan, SpanPlan, plan_for, span_plan_for
 from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
 
 _MAX_GROUP = 8  # query heads per key/value head: columns of an mma
 _MAX_HELD = 16  # positions of a frame: rows of an mma
 _THREADS = 128  # of rope_append
-
-
-class Plan(NamedTuple):
-    """How paged attention is cut.
-
-    As many CTAs of a cluster share a row and key/value head as give each of their warps `min_tiles`
-    tiles of 16 positions: a long row gets more, whatever the others need.
-    """
-
-    splits: int  # CTAs of a cluster: most that share a row; splits * warps <= 32
-    warps: int
-    blocks: int  # CTAs per SM that registers must allow
-    min_tiles: int = 1
-    depth: int = 0  # tiles asked into the L2 ahead of those in flight
-
-
-class SpanPlan(NamedTuple):
-    """How attention of a span is cut; `batches` of eight queries share what a warp reads."""
-
-    splits: int
-    warps: int
-    batches: int
-    min_tiles: int = 1
-    depth: int = 0
-
-
-# Measured on an H200 for 8 key/value heads of 128 at 100 to 8192 positions (bench_ttfa/kernels_attention):
-# pairs of a row and a key/value head, and the plan for up to that many. Clusters are what few rows
-# need, and what many pay for: all CTAs of one keep their place until the last is done.
-_PLANS = (
-    (8, Plan(8, 4, 3, 1, 2)),
-    (32, Plan(8, 4, 3, 2, 2)),
-    (64, Plan(8, 4, 3, 2)),
-    (96, Plan(4, 4, 3, 2)),
-    (160, Plan(4, 4, 3, 6)),
-    (200, Plan(2, 4, 3, 6)),
-    (288, Plan(2, 4, 4, 6)),
-    (396, Plan(1, 4, 3)),
-)
-_MANY = Plan(1, 4, 4)
-_SPAN_PLANS = (
-    (64, SpanPlan(4, 4, 1, 3)),
-    (160, SpanPlan(2, 8, 1)),
-    (256, SpanPlan(1, 8, 1)),
-    (576, SpanPlan(1, 8, 2)),
-)
-_LONG_SPAN = SpanPlan(1, 4, 2)
-
-
-def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -> Plan:
-    """The plan for a launch shape."""
-    num_pairs, max_tiles = num_rows * num_kv_heads, -(-max_pages * page_size // 16)
-    plan = next((plan for most, plan in _PLANS if num_pairs <= most), _MANY)
-    useful = -(-max_tiles // (plan.warps * plan.min_tiles))
-    return plan._replace(splits=min(plan.splits, 1 << (useful - 1).bit_length()))
-
-
-def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
-    """The plan for spans."""
-    num_pairs = num_rows * num_kv_heads
-    return next((plan for most, plan in _SPAN_PLANS if num_pairs <= most), _LONG_SPAN)
 
 
 def rope_append(

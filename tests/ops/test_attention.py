@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ops import attention, nvrtc, reference, reference_paged
+from ops import attention, attention_plans, nvrtc, reference, reference_paged
 from ops.quantize import BlockScaled, quantize_rows
 from tests.ops.attention_cases import EPS, bits, paged, relative_error
 
@@ -109,9 +109,9 @@ def test_frame_attention_is_causal_attention_over_the_frame(with_norm):
 
 def test_plans_depend_on_the_launch_shape_and_fit_a_cluster():
     for num_rows in (*range(1, 130), 512):
-        span = attention.span_plan_for(num_rows, 8)
+        span = attention_plans.span_plan_for(num_rows, 8)
         for max_pages in (1, 2, 19, 64, 256, 1024):
-            plan = attention.plan_for(num_rows, 8, max_pages, 32)
+            plan = attention_plans.plan_for(num_rows, 8, max_pages, 32)
             for splits, warps in (plan[:2], span[:2]):
                 assert splits in (1, 2, 4, 8) and splits * warps <= 32, (plan, span)
 

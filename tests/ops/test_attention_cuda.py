@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ops import attention, reference, reference_paged
-from ops.attention import Plan, SpanPlan
+from ops.attention_plans import Plan, SpanPlan
 from ops.embedding import embed_rows
 from ops.quantize import quantize_rows
 from tests.ops.attention_cases import EPS, bits, paged, relative_error

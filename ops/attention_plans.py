@@ -1,0 +1,66 @@
+"""How paged attention is cut among CTAs: tables from measurements, by launch shape alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Plan(NamedTuple):
+    """How paged attention is cut.
+
+    As many CTAs of a cluster share a row and key/value head as give each of their warps `min_tiles`
+    tiles of 16 positions: a long row gets more, whatever the others need.
+    """
+
+    splits: int  # CTAs of a cluster: most that share a row; splits * warps <= 32
+    warps: int
+    blocks: int  # CTAs per SM that registers must allow
+    min_tiles: int = 1
+    depth: int = 0  # tiles asked into the L2 ahead of those in flight
+
+
+class SpanPlan(NamedTuple):
+    """How attention of a span is cut; `batches` of eight queries share what a warp reads."""
+
+    splits: int
+    warps: int
+    batches: int
+    min_tiles: int = 1
+    depth: int = 0
+
+
+# Measured on an H200 for 8 key/value heads of 128 at 100 to 8192 positions (bench_ttfa/kernels_attention):
+# pairs of a row and a key/value head, and the plan for up to that many. Clusters are what few rows
+# need, and what many pay for: all CTAs of one keep their place until the last is done.
+_PLANS = (
+    (8, Plan(8, 4, 3, 1, 2)),
+    (32, Plan(8, 4, 3, 2, 2)),
+    (64, Plan(8, 4, 3, 2)),
+    (96, Plan(4, 4, 3, 2)),
+    (160, Plan(4, 4, 3, 6)),
+    (200, Plan(2, 4, 3, 6)),
+    (288, Plan(2, 4, 4, 6)),
+    (396, Plan(1, 4, 3)),
+)
+_MANY = Plan(1, 4, 4)
+_SPAN_PLANS = (
+    (64, SpanPlan(4, 4, 1, 3)),
+    (160, SpanPlan(2, 8, 1)),
+    (256, SpanPlan(1, 8, 1)),
+    (576, SpanPlan(1, 8, 2)),
+)
+_LONG_SPAN = SpanPlan(1, 4, 2)
+
+
+def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -> Plan:
+    """The plan for a launch shape."""
+    num_pairs, max_tiles = num_rows * num_kv_heads, -(-max_pages * page_size // 16)
+    plan = next((plan for most, plan in _PLANS if num_pairs <= most), _MANY)
+    useful = -(-max_tiles // (plan.warps * plan.min_tiles))
+    return plan._replace(splits=min(plan.splits, 1 << (useful - 1).bit_length()))
+
+
+def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
+    """The plan for spans."""
+    num_pairs = num_rows * num_kv_heads
+    return next((plan for most, plan in _SPAN_PLANS if num_pairs <= most), _LONG_SPAN)
