@@ -62,6 +62,7 @@ class DecodeLoop:
         self.frames = FrameRunner(model.dual_ar, cache, num_slots)
         self.times = StepTimes()
         self._device = model.device
+        self._has_history = cache.history is not None
         self._slots = slots
         self._give_back = give_back
         self._vocode = vocode
@@ -160,7 +161,7 @@ class DecodeLoop:
     def _retire_stale(self) -> None:
         for stream in list(self._streams.values()):
             if not self._slots.is_current(stream.join.slot):
-                self._retire(stream)
+                self._retire(stream, is_over=False)
 
     # ------------------------------------------------------------------ launch and drain
 
@@ -212,14 +213,18 @@ class DecodeLoop:
                 clock = self._clocks.of(row.slot)
                 clock.add(self._frame_ns, now_ns, is_turn_start=is_turn_start)
             if is_end or row.is_limit:
-                self._retire(stream)
+                self._retire(stream, is_over=True)
         self._vocode(step)
 
-    def _retire(self, stream: _Stream) -> None:
+    def _retire(self, stream: _Stream, *, is_over: bool) -> None:
+        """Give the slot back. That a stream is over is known when its last frame has read and
+        written its KV, in the middle of the frame: prefill need not wait for the rest of it, which
+        would hold up everybody's, unless the history, written at the end, is kept."""
         join = stream.join
         del self._streams[join.slot.idx]
         stepped = Event(self._device)
-        stepped.record()
+        if not is_over or self._has_history:
+            stepped.record()
         num_written = min(stream.num_frames, max(0, stream.num_launched - 1))
         self._give_back(
             Returned(

@@ -40,7 +40,7 @@ class Returned:
     num_frames: int
     first_kv: int
     kv_length: int
-    stepped: Event  # the last step that wrote to the slot
+    stepped: Event  # the last step that may still write to the slot's KV or history; or never set
 
 
 class StepRow(NamedTuple):
