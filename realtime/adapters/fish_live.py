@@ -135,7 +135,7 @@ class LiveSocket:
                 await asyncio.Event().wait()  # until `_speak` has said why
             except PlosiveError as error:
                 with contextlib.suppress(ConnectionLost):
-                    await self._drop_open_speech()
+                    self._drop_open_speech()
                 await self._send_error(error)
 
     async def _unpack(self, frame: bytes) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class LiveSocket:
                 await self._stop(self._speech)
 
     async def _start(self, request: TtsRequest) -> None:
-        await self._drop_open_speech()
+        self._drop_open_speech()
         voice = await self._voices.choose(request)
         # What is played faster than it is made, once the lead is used up, would run dry.
         lead_ms = self._lead_ms if request.prosody.speed <= 1.0 else MAX_LEAD_MS
@@ -204,16 +204,16 @@ class LiveSocket:
         speech.is_stopped = True
         await self._session.commit(speech.turn_id)
 
-    async def _drop_open_speech(self) -> None:
+    def _drop_open_speech(self) -> None:
         speech, self._speech = self._speech, None
         if speech is not None:
-            await self._drop(speech)
+            self._drop(speech)
 
-    async def _drop(self, speech: Speech) -> None:
+    def _drop(self, speech: Speech) -> None:
         if speech in self._speeches:
             self._speeches.remove(speech)
             for turn_id in tuple(speech.turns):
-                await self._session.cancel(turn_id)
+                self._session.cancel(turn_id)
 
     def _take_turn_id(self) -> int:
         self._next_turn_id += 1
@@ -287,7 +287,7 @@ class LiveSocket:
             if speech is self._speech:
                 self._speech = None
             with contextlib.suppress(ConnectionLost):
-                await self._drop(speech)
+                self._drop(speech)
         if failed or error.fatal:
             await self._send_error(error)
 

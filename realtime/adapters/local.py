@@ -59,7 +59,8 @@ async def open_session(
 
 
 class LocalSession:
-    """The client's side. Iterate, or call `receive`, in one task; send from any.
+    """The client's side. Iterate, or call `receive`, in one task; send from others, which wait while
+    the session does not take more: it may wait for the first.
 
     Every message comes out as on the wire, except errors: they are raised, as `PlosiveError`. After
     one that is not `fatal` the session can be used and received from again.
@@ -87,10 +88,12 @@ class LocalSession:
     async def commit(self, turn_id: int) -> None:
         await self.send(wire.TurnCommit(turn_id=turn_id))
 
-    async def cancel(self, turn_id: int, played_ms: float | None = None) -> None:
-        """Stop the turn; none of its audio is received from now on."""
+    def cancel(self, turn_id: int, played_ms: float | None = None) -> None:
+        """Stop the turn; none of its audio is received from now on. Does not wait, so that whoever
+        receives can cancel: a session that is behind may wait for just that one to receive."""
         self._cancelled.add(turn_id)
-        await self.send(wire.TurnCancel(turn_id=turn_id, played_ms=played_ms))
+        cancel = wire.TurnCancel(turn_id=turn_id, played_ms=played_ms)
+        self._socket.to_server.put_at_once(wire.encode(cancel))
 
     # ------------------------------------------------------------------ from the session
 
@@ -235,6 +238,13 @@ class _Channel(Generic[_T]):
                 raise self._ended
             self._items.append(item)
             self._changed.set()
+
+    def put_at_once(self, item: _T) -> None:
+        """Past those that wait; for what there is little of."""
+        if self._ended is not None:
+            raise self._ended
+        self._items.append(item)
+        self._changed.set()
 
     async def take(self) -> _T:
         while self._ended is None and not self._items:

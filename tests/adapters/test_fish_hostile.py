@@ -81,6 +81,16 @@ async def test_cut_off_at_any_byte(tmp_path: Path, head: bytes, rest: bytes) -> 
         assert await speak(served)
 
 
+async def test_a_flood_of_short_speeches_and_a_client_that_leaves(tmp_path: Path) -> None:
+    """More than can be told: the session waits for the client, the client's events for the session."""
+    async with serving(tmp_path) as served:
+        async with live(served) as fish:
+            for _ in range(500):
+                await fish.start(format="mp3")
+                await fish.send("stop")
+        await served.until_free()
+
+
 async def test_a_long_clip_comes_in_one_message(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     async with serving(tmp_path, engine, max_clip_s=600.0) as served:

@@ -1,6 +1,7 @@
 """Sessions inside the server's process: the same path as a socket's, and nothing left behind."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ async def test_cancel_gives_no_stale_audio(tmp_path: Path) -> None:
         await session.append(1, TEXT)
         await session.commit(1)
         await until(session, wire.AudioPacket)
-        await session.cancel(1, played_ms=20.0)
+        session.cancel(1, played_ms=20.0)
         packets, cancelled = await until(session, wire.TurnCancelled)
         assert not packets
         assert isinstance(cancelled, wire.TurnCancelled)
@@ -111,6 +112,29 @@ async def test_who_does_not_take_pauses_its_own_stream(tmp_path: Path) -> None:
             await until(other, wire.TurnDone)
             packets, done = await until(slow, wire.TurnDone)
             assert isinstance(done, wire.TurnDone) and len(packets) == done.metrics.num_packets
+
+
+async def test_who_receives_can_cancel_while_the_session_takes_nothing(tmp_path: Path) -> None:
+    """The session waits for what it said to be received, a sender for the session."""
+    async with serving(tmp_path) as served, open_session(served.hub, PCM) as session:
+        sent = []
+
+        async def send() -> None:
+            for turn_id in range(1, 2_000):
+                await session.commit(turn_id)
+                sent.append(turn_id)
+
+        sending = asyncio.create_task(send())
+        num_sent = -1
+        while num_sent != len(sent):
+            num_sent = len(sent)
+            await asyncio.sleep(0.2)
+        assert not sending.done(), "neither side goes on"
+        session.cancel(num_sent)
+        async with asyncio.timeout(TIMEOUT_S):
+            while not sending.done():
+                with contextlib.suppress(PlosiveError):
+                    await session.receive()
 
 
 async def test_who_never_takes_loses_the_slot(tmp_path: Path) -> None:
