@@ -61,7 +61,6 @@ class Hub:
             max_text_chars_per_s=config.max_text_chars_per_s,
             drain_deadline_ms=round(config.drain_s * 1000),
         )
-        info = engine.info
         self.egress = _make_egress(engine, config, self._deliver, metrics)
         self._tenants: dict[int, Connection] = {}  # by slot.idx, until SlotClosed
         self._running: set[Connection] = set()
