@@ -9,12 +9,13 @@ import ormsgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from realtime.adapters.fish_request import parse_body
 from realtime.errors import PlosiveError
 from tests.adapters.fish_support import LIVE, TEXT, live
-from tests.realtime.support import Served, make_engine, serving
+from tests.realtime.support import TIMEOUT_S, Served, make_engine, serving
 from tests.realtime.test_voices import clip
 
 
@@ -84,10 +85,20 @@ async def test_cut_off_at_any_byte(tmp_path: Path, head: bytes, rest: bytes) -> 
 async def test_a_flood_of_short_speeches_and_a_client_that_leaves(tmp_path: Path) -> None:
     """More than can be told: the session waits for the client, the client's events for the session."""
     async with serving(tmp_path) as served:
-        async with live(served) as fish:
+        url = f"ws://127.0.0.1:{served.port}{LIVE}"
+        async with connect(url, proxy=None, close_timeout=TIMEOUT_S / 2) as socket:
+
+            async def read() -> None:
+                async for _ in socket:
+                    pass
+
+            reading = asyncio.create_task(read())
+            start = ormsgpack.packb({"event": "start", "request": {"text": "", "format": "mp3"}})
             for _ in range(500):
-                await fish.start(format="mp3")
-                await fish.send("stop")
+                await socket.send(start)
+                await socket.send(ormsgpack.packb({"event": "stop"}))
+            await asyncio.sleep(0.5)
+        await reading  # raises where the server has not closed as well
         await served.until_free()
 
 
