@@ -1,6 +1,7 @@
 """Which engine runs where: one or several devices, in this process or in processes of their own."""
 
 import ctypes
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -12,6 +13,8 @@ from realtime.pingpong.slots import Slots
 from realtime.remote.engine import RemoteEngine, shared_integers
 
 _CPU_SLOTS, _GPU_SLOTS = 4, 64  # of a device, where nothing is said
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 LoadEngine = Callable[[ServerConfig, str, Slots], Engine]  # on a device, around the slots
 
@@ -34,7 +37,7 @@ def place(config: ServerConfig, load: LoadEngine) -> Engine:
         return load(config, devices[0], Slots(num_slots, shared_integers(num_slots)))
     remotes = [
         RemoteEngine(
-            partial(load, config, device),
+            partial(load_alone, load, config, device),
             num_slots // num_devices + (i < num_slots % num_devices),
             name=f"engine {i} on {device}" if num_devices > 1 else f"the engine on {device}",
         )
@@ -47,6 +50,29 @@ def place(config: ServerConfig, load: LoadEngine) -> Engine:
             remote.stop()
         raise
     return engines[0] if num_devices == 1 else Fleet(engines, shared_integers(num_slots))
+
+
+def load_alone(load: LoadEngine, config: ServerConfig, device: str, slots: Slots) -> Engine:
+    """In a process of its own, before anything has asked for the devices: the process sees no other
+    GPU than its engine's, so that nothing can land on the wrong one."""
+    kind, _, number = device.partition(":")
+    try:
+        if kind == "cuda" and number:
+            os.environ[_VISIBLE] = _visible_id(int(number))
+        return load(config, kind, slots)
+    except PlosiveError as error:
+        raise PlosiveError(error.code, f"{device}: {error.message}") from error
+
+
+def _visible_id(number: int) -> str:
+    """What CUDA calls the device that `cuda:number` is here."""
+    visible = os.environ.get(_VISIBLE)
+    ids = visible.split(",") if visible is not None else None
+    if ids is None:
+        return str(number)
+    if number >= len(ids):
+        raise PlosiveError("model_unusable", f"{_VISIBLE}={visible} leaves no such device")
+    return ids[number]
 
 
 def has_own_process(config: ServerConfig) -> bool:

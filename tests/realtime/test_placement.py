@@ -10,11 +10,12 @@ import pytest
 
 from clients import PlosiveError, Sampling, Session, connect
 from clients.local_server import LocalServer
-from realtime.cli.placement import has_own_process, place
+from realtime.cli.placement import has_own_process, load_alone, place
 from realtime.cli.serve import load_on_device
 from realtime.config import ConfigError, ServerConfig
 from realtime.pingpong.fleet import Fleet
-from realtime.pingpong.tone import ToneEngine
+from realtime.pingpong.slots import Slots
+from realtime.pingpong.tone import ToneConfig, ToneEngine
 from realtime.remote.engine import RemoteEngine
 
 
@@ -55,6 +56,36 @@ def test_slots_are_shared_out_over_the_devices() -> None:
     shares = [each.info.num_slots for each in engine._engines]
     assert shares == [3, 3, 2] and engine.info.num_slots == 8
     engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "seen", "asked"),
+    [
+        ("cuda:1", None, "1", "cuda"),
+        ("cuda:1", "4,7", "7", "cuda"),
+        ("cuda:0", "GPU-1a,GPU-2b", "GPU-1a", "cuda"),
+        ("cuda", "4,7", "4,7", "cuda"),
+        ("cpu", None, None, "cpu"),
+    ],
+)
+def test_an_engine_sees_its_own_gpu_alone(monkeypatch, device, visible, seen, asked) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")  # put back afterwards
+    if visible is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    loaded: list[tuple[str, str | None]] = []
+
+    def load(config: ServerConfig, device: str, slots: Slots) -> ToneEngine:
+        loaded.append((device, os.environ.get("CUDA_VISIBLE_DEVICES")))
+        return ToneEngine(ToneConfig(num_slots=slots.num_slots), slots)
+
+    load_alone(load, config(), device, Slots(1))
+    assert loaded == [(asked, seen)]
+
+
+def test_a_gpu_that_is_not_visible_is_said(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(PlosiveError, match="cuda:1: CUDA_VISIBLE_DEVICES=4 leaves no such device"):
+        load_alone(load_on_device, config(), "cuda:1", Slots(1))
 
 
 def test_what_cannot_be_placed_is_said(tmp_path: Path) -> None:
