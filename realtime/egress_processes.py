@@ -37,6 +37,8 @@ from realtime.wire import AudioFormat
 _MIN_CORES = 8  # below, threads leave more to the model
 _MAX_QUEUED = 512  # events; a worker reads no more until it has encoded some
 _STOP_S = 5.0
+_RESPAWN_S = 0.5  # what dies at once is not started without end
+_DIED = "the process that encodes it has died"
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,8 @@ class EgressProcesses:
         self._deliver = deliver
         self._metrics = metrics
         self._opened: dict[int, SlotRef] = {}  # by slot.idx; event loop only
+        self._listened: dict[int, int] = {}  # worker -> its file descriptor in the event loop
+        self._closing: dict[int, SlotClosed] = {}  # on their way; added by engine threads
         self._is_stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._workers = [_Worker(codec_rate, self._generations) for _ in range(num_processes)]
@@ -117,7 +121,11 @@ class EgressProcesses:
 
     def open_encoder(self, slot: SlotRef, audio_format: AudioFormat) -> None:
         self._opened[slot.idx] = slot
-        self._send(OpenEncoder(slot, audio_format), slot)
+        try:
+            self._workers[self._index(slot)].link.send(OpenEncoder(slot, audio_format))
+        except LinkClosed:
+            assert self._loop is not None
+            self._loop.call_soon(self._deliver, SlotFailed(slot, _DIED))
 
     @property
     def num_encoders(self) -> int:
@@ -129,12 +137,13 @@ class EgressProcesses:
 
     def _listen(self, idx: int) -> None:
         assert self._loop is not None
-        self._loop.add_reader(self._workers[idx].link.fileno(), self._read, idx)
+        self._listened[idx] = fd = self._workers[idx].link.fileno()
+        self._loop.add_reader(fd, self._read, idx)
 
     async def _stop_listening(self) -> None:
         assert self._loop is not None
-        for worker in self._workers:
-            self._loop.remove_reader(worker.link.fileno())
+        for fd in self._listened.values():
+            self._loop.remove_reader(fd)
 
     def _read(self, idx: int) -> None:
         worker = self._workers[idx]
@@ -148,34 +157,52 @@ class EgressProcesses:
             count(self._metrics, encoded.tally)
             for event in encoded.events:
                 if isinstance(event, SlotClosed):
-                    self._opened.pop(event.slot.idx, None)
-                self._deliver(event)
+                    self._close(event.slot.idx)
+                else:
+                    self._deliver(event)
+
+    def _close(self, idx: int) -> None:
+        """Once for each `SlotClosed`: it has come back, or never will."""
+        closed = self._closing.pop(idx, None)
+        if closed is not None:
+            self._opened.pop(idx, None)
+            self._deliver(closed)
 
     def _replace(self, idx: int) -> None:
         """A worker has died: its sessions fail, the next ones get a new one."""
         assert self._loop is not None
         dead = self._workers[idx]
-        self._loop.remove_reader(dead.link.fileno())
+        self._loop.remove_reader(self._listened.pop(idx))
         if self._is_stopping:
             return
-        logger.error("an encoding process has died (%s); starting another", dead.process.exitcode)
-        self._workers[idx] = _Worker(self._codec_rate, self._generations)
-        self._listen(idx)
         dead.stop()
+        logger.error("an encoding process has died (exit code %s)", dead.process.exitcode)
+        self._loop.call_later(_RESPAWN_S, self._respawn, idx)
         for slot in list(self._opened.values()):
             if self._index(slot) == idx:
-                self._deliver(SlotFailed(slot, "the process that encoded it has died"))
+                self._deliver(SlotFailed(slot, _DIED))
+        for closed in list(self._closing.values()):
+            if self._index(closed.slot) == idx:
+                self._close(closed.slot.idx)
+
+    def _respawn(self, idx: int) -> None:
+        if not self._is_stopping:
+            self._workers[idx] = _Worker(self._codec_rate, self._generations)
+            self._listen(idx)
 
     # ------------------------------------------------------------------ engine threads
 
     def put(self, event: Event) -> None:
-        self._send(event, event.slot, is_patient=True)
-
-    def _send(
-        self, message: Event | OpenEncoder, slot: SlotRef, *, is_patient: bool = False
-    ) -> None:
-        with contextlib.suppress(LinkClosed):  # the reader sees it too
-            self._workers[self._index(slot)].link.send(message, is_patient=is_patient)
+        if isinstance(event, SlotClosed):
+            self._closing[event.slot.idx] = event
+        try:
+            self._workers[self._index(event.slot)].link.send(event, is_patient=True)
+        except (
+            LinkClosed
+        ):  # the event loop sees it too; what waits for the slot must not wait forever
+            if isinstance(event, SlotClosed) and self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._close, event.slot.idx)
 
     def _index(self, slot: SlotRef) -> int:
         return slot.idx % len(self._workers)

@@ -12,7 +12,7 @@ import pytest
 from clients import Sampling, connect
 from clients.local_server import LocalServer
 from realtime.egress import EgressThreads
-from realtime.egress_processes import EgressProcesses, processes_for
+from realtime.egress_processes import _RESPAWN_S, EgressProcesses, processes_for
 from realtime.encoders import LoopEvent
 from realtime.metrics import Metrics
 from realtime.pingpong.messages import (
@@ -152,11 +152,37 @@ async def test_a_process_that_dies_takes_its_own_sessions_only() -> None:
         rig.say(spared, 2)
         assert (await rig.wait(TurnEnd, spared)).slot == spared
         bumped = rig.slots.bump(doomed)
-        rig.egress.open_encoder(bumped, OPUS)  # by the slot's next session
+        rig.egress.open_encoder(bumped, OPUS)  # by the slot's next session, which comes too soon
+        await rig.wait(SlotFailed, bumped)
+        await asyncio.sleep(_RESPAWN_S + 0.1)
+        bumped = rig.slots.bump(bumped)
+        rig.egress.open_encoder(bumped, OPUS)
         rig.say(bumped, 3)
         await rig.wait(TurnEnd, bumped)
         assert rig.packets(bumped, 3)
         assert not any(isinstance(e, SlotFailed) and e.slot == spared for e in rig.events)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_a_slot_that_is_closed_when_its_process_dies_comes_free(is_late: bool) -> None:
+    async with Rig(1) as rig:
+        assert isinstance(rig.egress, EgressProcesses)
+        slot = rig.open()
+        rig.say(slot, 1, num_frames=1)
+        await rig.wait(TurnEnd, slot)
+        pid = rig.egress._workers[0].process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        closed = rig.slots.bump(slot)
+        if not is_late:
+            rig.egress.put(SlotClosed(closed))
+        os.kill(pid, signal.SIGKILL)
+        await rig.wait(SlotFailed, slot)
+        if is_late:
+            rig.egress.put(SlotClosed(closed))
+        await rig.wait(SlotClosed, closed)
+        assert rig.egress.num_encoders == 0
+        assert sum(isinstance(event, SlotClosed) for event in rig.events) == 1
 
 
 async def test_a_process_that_is_behind_makes_the_engine_wait_and_loses_nothing() -> None:
