@@ -130,6 +130,16 @@ async def test_an_interruption(tmp_path: Path) -> None:
     await served.until_free()
 
 
+async def test_nothing_but_the_url_is_changed(tmp_path: Path) -> None:
+    """Not even a voice is chosen."""
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, aiohttp.ClientSession() as http:
+        url = f"http://127.0.0.1:{served.port}"
+        speech = fishaudio.TTS(api_key="any", base_url=url, http_session=http)
+        assert await say(speech, *SENTENCES) == emitted(engine)
+        await speech.aclose()
+
+
 async def test_a_refusal_is_an_error_of_the_framework(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, plugin(served, voice_id="nobody") as speech:
         with pytest.raises(APIError):

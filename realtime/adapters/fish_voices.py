@@ -21,6 +21,8 @@ from realtime.pingpong.messages import VoicePrompt
 from realtime.session.boundaries import SPEAKER_TAG
 from realtime.voices import MAX_TEXT_CHARS, VoiceStore
 
+# Of Fish's own service; LiveKit's plugin asks for it where nobody chooses a voice.
+_FISH_DEFAULT = "933563129e564b19a115bedd57b7406a"
 _MAX_KEPT = 64  # voices; their codes are a few kilobytes each
 _MAX_WAITING = 4  # requests whose clips are encoded or wait for that
 
@@ -41,7 +43,12 @@ class Voices:
 
     def find(self, name: str) -> VoicePrompt:
         """Raises VoiceError `voice_not_found`."""
-        return self._kept.get(name) or self._store.get(name)
+        try:
+            return self._kept.get(name) or self._store.get(name)
+        except VoiceError:
+            if name != _FISH_DEFAULT:
+                raise
+            return self._store.get(self._engine.info.default_voice)
 
     async def choose(self, request: TtsRequest) -> str:
         """The name of the request's voice: `reference_id`, or else its clips, or else the default.

@@ -156,6 +156,15 @@ async def test_inline_references_are_encoded_once(tmp_path: Path) -> None:
         assert [voice["name"] for voice in listed] == ["tone"], "nothing is stored"
 
 
+async def test_fishs_own_default_voice_is_the_servers(tmp_path: Path) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, served.http() as http:
+        reference_id = "933563129e564b19a115bedd57b7406a"
+        assert (await tts(http, reference_id=reference_id)).status_code == 200
+        (opening,) = engine.seen(OpenSlot)
+        assert opening.voices[0].name == "tone"
+
+
 async def test_unknown_voice_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, served.http() as http:
         refusal(await tts(http, reference_id="933563129e56"), 404, "there is no voice")
