@@ -21,8 +21,9 @@ def output_folder(
         PlosiveError: `out` exists, or the disk has no room.
     """
     out = out.absolute()
+    exists = PlosiveError("invalid_config", f"{out} exists already; choose another name")
     if out.exists():
-        raise PlosiveError("invalid_config", f"{out} exists already; choose another name")
+        raise exists
     if not out.parent.is_dir():
         raise PlosiveError("invalid_config", f"there is no directory {out.parent}")
     free = shutil.disk_usage(out.parent).free
@@ -36,7 +37,12 @@ def output_folder(
     try:
         with progress_bar(num_shown or num_bytes, title) as on_bytes:
             yield partial, on_bytes
-        partial.rename(out)
+        try:
+            partial.rename(out)
+        except OSError:
+            if out.exists():  # made by somebody else meanwhile
+                raise exists from None
+            raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

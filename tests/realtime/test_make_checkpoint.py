@@ -50,3 +50,15 @@ def test_an_interrupted_one_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("model.random_checkpoint.torch.save", interrupted)
     assert make(tmp_path / "model", "--like", "tiny") == 130
     assert leftovers(tmp_path) == []
+
+
+def test_two_at_a_time_do_not_mix(tmp_path, capsys, monkeypatch):
+    out = tmp_path / "model"
+
+    def other_is_first(*_: object) -> None:
+        (out / "file").mkdir(parents=True)
+
+    monkeypatch.setattr("model.random_checkpoint.write_checkpoint", other_is_first)
+    assert make(out, "--like", "tiny") == 1
+    assert f"{out} exists already" in capsys.readouterr().err
+    assert leftovers(tmp_path, out) == []
