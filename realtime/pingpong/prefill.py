@@ -102,7 +102,9 @@ class PrefillLoop:
             self._guarded(tenant.slot, partial(self._advance, tenant))
             if not self.kv.is_stuck(tenant):
                 self.kv.try_again()
-        if tried is not None:
+        if tried is not None and self.kv.runner.takes_many:
+            self.kv.flush()  # what fails here concerns everybody
+        elif tried is not None:
             self._guarded(tried.slot, self.kv.flush)
         return tried is not None
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
-from realtime.pingpong.messages import OpenSlot, SetText, SlotRef, TurnEnd
+from realtime.pingpong.messages import OpenSlot, SetText, SlotFailed, SlotRef, TurnEnd
 from realtime.pingpong.prefill_rows import Piece
 from tests.support.engine import open_slot, running, sampling, speak, start_turn, tiny_model, voice
 
@@ -139,6 +139,22 @@ def test_growing_texts_do_not_take_each_others_pages_in_turn_for_ever() -> None:
         calls.say(slot, "growing text.")
     calls.run()
     assert len(calls.engine._decode.inbox) > 0
+
+
+def test_a_call_that_fails_ends_the_engine_not_just_one_of_its_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def explode(*args: object) -> None:
+        raise RuntimeError("device lost")
+
+    model = tiny_model()
+    model.dual_ar.use_kernels("bf16")
+    with running(model, num_slots=2) as (engine, recorder):
+        slots = [open_slot(engine, recorder, seed=i) for i in range(2)]
+        monkeypatch.setattr(model.dual_ar, "prefill_rows", explode)
+        start_turn(engine, slots[0], 0, "hello.")
+        failed = {recorder.wait(SlotFailed).slot for _ in slots}
+        assert failed == set(slots) and "device lost" in (engine.failure or "")
 
 
 def test_packed_says_what_each_says_alone() -> None:
