@@ -44,9 +44,10 @@ NUM_FRAMES = 5
 NUM_RANDOM_INPUTS = 12
 RANDOM_POSITIONS = 96
 MIN_CODES = 0.5  # share of all codes that match in free decoding, embedded model; measured 0.65
-# Relative error. Measured: embedded 0.028, random:tiny 0.13. Scales read with the other stride give
-# 0.25 and more.
-LOGIT_BOUNDS = {EMBEDDED: 0.05, "random": 0.18}
+# Relative error. Measured: embedded 0.03, random:tiny 0.13, random:s2-pro 0.19. Scales read with the
+# other stride: embedded 0.25 (weights), 0.70 (activations); random:tiny 0.59 (activations; random
+# weights have the same scale everywhere).
+LOGIT_BOUNDS = {EMBEDDED: 0.05, "random": 0.25}
 
 INPUTS = (  # voice, text
     ("af_bella", "She is reading a letter from her brother."),

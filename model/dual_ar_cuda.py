@@ -26,7 +26,7 @@ from model.layers import Block, Stack
 from model.sampling import MAX_TOP_K
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
 from ops.embedding import embed_rows
-from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
+from ops.linear import Input, PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
 from ops.quantize import Activation, Kind, norm_for_linear, quantize_weight, rms_norm
 from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_semantic
 
@@ -105,6 +105,10 @@ class FusedStack:
         for layer, block in enumerate(self.blocks):
             x = block.forward(x, layer, attend)
         return x
+
+    def norm_for_head(self, x: Tensor) -> Input:
+        """The final norm for a head alone, see `norm_for_linear`."""
+        return norm_for_linear(x, self.norm, self.config.norm_eps, "bf16")
 
     def final_norm(self, x: Tensor) -> Tensor:
         """[M, C] -> [M, C] in the model's dtype, for heads."""
@@ -247,7 +251,7 @@ class FusedDualAR:
         for codebook in range(1, self._num_codebooks):
             x = self._fast.forward(x, self._frame_attend(state, start, codebook + 1 - start))
             last = x.view(num_rows, -1, x.shape[1])[:, -1].contiguous()
-            logits = linear(self._fast.final_norm(last), self._code_head)
+            logits = linear(self._fast.norm_for_head(last), self._code_head)
             x = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes)
             start = codebook + 1
 

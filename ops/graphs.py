@@ -67,15 +67,14 @@ class GraphSet(Generic[Out]):
         """
         if self._device.type != "cuda" or self._graphs:
             return
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _no_garbage_collection():
             pool = torch.cuda.graph_pool_handle()
             stream = torch.cuda.Stream(self._device, priority=priority)  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
             num_reserved = torch.cuda.memory_reserved()
-            with _no_garbage_collection():
-                for size in progress(self._sizes[::-1]):
-                    self._graphs[size] = self._capture(size, pool, stream)
+            for size in progress(self._sizes[::-1]):
+                self._graphs[size] = self._capture(size, pool, stream)
             torch.cuda.synchronize()
             self.nbytes = torch.cuda.memory_reserved() - num_reserved
 
