@@ -171,6 +171,7 @@ def launch_paged(
             "PAGE": page_size,
             "WARPS": plan.warps,
             "BLOCKS": plan.blocks,
+            "BUFFERS": plan.buffers,
             "IS_FUSED": int(rotary is not None),
             "IS_CHAINED": int(is_chained),
         },

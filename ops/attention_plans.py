@@ -17,6 +17,7 @@ class Plan(NamedTuple):
     blocks: int  # CTAs per SM that registers must allow
     min_tiles: int = 1
     depth: int = 0  # tiles asked into the L2 ahead of those in flight
+    buffers: int = 1  # tiles of a warp in flight
 
 
 class SpanPlan(NamedTuple):

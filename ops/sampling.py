@@ -25,7 +25,7 @@ RAS_TOP_P = 0.9
 MAX_TOP_K = 128  # ranks that are ever looked at; published servers use 30
 MIN_TEMPERATURE = 1e-5
 
-_THREADS = 256  # of a row; MAX_CANDIDATES of the kernel or more
+_THREADS = 512  # of a row; MAX_CANDIDATES of the kernel or more
 _MAX_TOKENS = 1 << 13
 _MAX_WINDOW = 32  # lanes of a warp
 

@@ -2,7 +2,7 @@
 // of one row and one key/value head: its warps take tiles of 16 positions in turn and merge what they
 // have through distributed shared memory, in a fixed order.
 //   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS, BLOCKS
-//   resident CTAs per SM the compiler must allow.
+//   resident CTAs per SM the compiler must allow, BUFFERS tiles of a warp in flight.
 //   IS_FUSED: queries, keys and values come neither normed nor rotated, see `decode_attention`.
 //   IS_CHAINED: tables and past keys are read before the kernel before this one has ended.
 #include "paged.cuh"
@@ -86,13 +86,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   walk.take_pages(0);
   if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels(), let_next_kernel_start();
 
-  Tile<D> tile;
-  if (walk.first < num_tiles) {
-    const bf16* keys = walk.keys_at(0);
-    tile.load_keys(keys, position - walk.first * TILE, lane);
-    tile.load_values(keys + walk.memory.values_offset(), position - walk.first * TILE, lane);
-    for (int step = 1; step <= depth; step++) walk.prefetch(0, step, num_tiles);
+  Tile<D> tiles[BUFFERS];  // tile `step` of this warp is in tiles[step % BUFFERS]
+#pragma unroll
+  for (int step = 0; step < BUFFERS; step++) {
+    const int at = walk.first + step * ways;
+    if (at < num_tiles) {
+      const bf16* keys = walk.keys_at(step);
+      tiles[step].load_keys(keys, position - at * TILE, lane);
+      tiles[step].load_values(keys + walk.memory.values_offset(), position - at * TILE, lane);
+    }
   }
+  for (int step = 0; step < depth; step++) walk.prefetch(0, BUFFERS + step, num_tiles);
   Accumulator<D> acc;
 #if IS_FUSED
   bf16* key_target = nullptr;  // the CTA that reads the last tile writes the row's own position
@@ -116,29 +120,36 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   __syncthreads();
   acc.init(shared.queries[0], GROUP, D + 32, lane);
   // The row's own position was not in memory when its tile was loaded.
-  if (walk.first == last_tile)
-    tile.patch(shared.keys, shared.values, position % TILE, position % TILE, lane);
+#pragma unroll
+  for (int step = 0; step < BUFFERS; step++)
+    if (walk.first + step * ways == last_tile)
+      tiles[step].patch(shared.keys, shared.values, position % TILE, position % TILE, lane);
 #else
   const bf16* heads = q + (static_cast<i64>(row) * num_heads + kv_head * GROUP) * D;
   acc.init(heads, GROUP, D, lane);
 #endif
 
-  int step = 0;
-  for (int i = walk.first; i < num_tiles; i += ways) {
-    const int next = i + ways, last_row = position - i * TILE, next_last_row = position - next * TILE;
-    step++;
-    if (step % 32 == 0) walk.take_pages(step);
-    const bf16* next_keys = walk.keys_at(step);
-    acc.add_keys(tile, scale_log2, {last_row, last_row}, lane);
-    if (next < num_tiles) tile.load_keys(next_keys, next_last_row, lane);
-    if (depth > 0) walk.prefetch(step, step + depth, num_tiles);
-    acc.add_values(tile);
-    if (next < num_tiles)
-      tile.load_values(next_keys + walk.memory.values_offset(), next_last_row, lane);
+  for (int first = 0; walk.first + first * ways < num_tiles; first += BUFFERS) {
+#pragma unroll
+    for (int buffer = 0; buffer < BUFFERS; buffer++) {
+      Tile<D>& tile = tiles[buffer];
+      const int at = walk.first + (first + buffer) * ways;
+      if (BUFFERS > 1 && at >= num_tiles) break;
+      const int step = first + buffer + BUFFERS, next = at + BUFFERS * ways;  // what is loaded
+      const int last_row = position - at * TILE, next_last_row = position - next * TILE;
+      if (step % 32 == 0) walk.take_pages(step);
+      const bf16* next_keys = walk.keys_at(step);
+      acc.add_keys(tile, scale_log2, {last_row, last_row}, lane);
+      if (next < num_tiles) tile.load_keys(next_keys, next_last_row, lane);
+      if (depth > 0) walk.prefetch(step, step + depth, num_tiles);
+      acc.add_values(tile);
+      if (next < num_tiles)
+        tile.load_values(next_keys + walk.memory.values_offset(), next_last_row, lane);
 #if IS_FUSED
-    if (next == last_tile)
-      tile.patch(shared.keys, shared.values, position % TILE, position % TILE, lane);
+      if (next == last_tile)
+        tile.patch(shared.keys, shared.values, position % TILE, position % TILE, lane);
 #endif
+    }
   }
 
   meeting.wait();

@@ -3,7 +3,7 @@
 // looking at the others.
 //   NUM_TOKENS (V), LOGIT (float or bf16), IS_SEMANTIC: two draws, the second for repeated tokens.
 //   IS_CHAINED: sampling parameters are read before the kernel before this one has ended.
-//   THREADS of a CTA: what a warp does once takes issue slots from the others, so few.
+//   THREADS of a CTA: more load at once, but what a warp does once takes issue slots from the others.
 #include "common.cuh"
 
 constexpr int WARPS = THREADS / 32;
@@ -12,7 +12,7 @@ constexpr int MAX_CANDIDATES = 256, MAX_RANKS = 128;
 constexpr int INDEX_BITS = 13;
 constexpr int DRAWS = IS_SEMANTIC ? 2 : 1;
 constexpr float MIN_TEMPERATURE = 1e-5f, RAS_TOP_P = 0.9f, LOG2_E = 1.4426950408889634f;
-constexpr float NARROWER = 0.3f;  // the second bound, from the first to the best logit
+constexpr float NARROWER = 0.2f;  // the second bound, from the first to the best logit
 static_assert(NUM_TOKENS <= 1 << INDEX_BITS && MAX_CANDIDATES <= THREADS && PER_THREAD <= 32);
 
 struct Shared {

@@ -95,7 +95,7 @@ def test_every_group_size(head_dim, group):
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 511, 512, 513, 8192])
 def test_every_plan(splits, length):
     case = on_gpu([length, 40], S2_PRO, max_len=8192)
-    for rest in ((4, 3, 1, 0), (4, 4, 5, 2), (2, 6, 3, 4)):
+    for rest in ((4, 3, 1, 0), (4, 4, 5, 2), (2, 6, 3, 4), (4, 2, 1, 1, 2)):
         plan = Plan(splits, *rest)
         out = attention.launch_paged(case.q, None, case.where, "bf16", plan)
         assert relative_error(out, case.expected(case.q)) < MAX_ERROR, plan

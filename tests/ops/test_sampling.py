@@ -115,7 +115,7 @@ def test_embed_rows_of_slots_and_of_a_prompt():
                 "LOGIT": "bf16",
                 "IS_SEMANTIC": 1,
                 "IS_CHAINED": 1,
-                "THREADS": 256,
+                "THREADS": 512,
             },
         ),
         (
@@ -125,7 +125,7 @@ def test_embed_rows_of_slots_and_of_a_prompt():
                 "LOGIT": "float",
                 "IS_SEMANTIC": 0,
                 "IS_CHAINED": 0,
-                "THREADS": 256,
+                "THREADS": 512,
             },
         ),
         ("advance.cu", {}),
