@@ -84,12 +84,6 @@ DEVICE void bulk_copy_streamed(u32 destination, const void* source, u32 bytes, u
 // Ordinary stores to shared memory -> visible to the tensor cores and the copy engine.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-DEVICE u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
 // All threads of the cluster arrive, then wait: orders their shared-memory accesses, before against
 // after. A CTA's shared memory may be accessed by others between the first such barrier and the last.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
@@ -101,21 +95,6 @@ DEVICE u32 cluster_address(u32 address, u32 rank) {
   u32 mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
-}
-
-DEVICE float cluster_load(u32 address) {
-  float value;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
-}
-
-DEVICE float2 cluster_load2(u32 address) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-               : "=f"(v.x), "=f"(v.y)
-               : "r"(address)
-               : "memory");
-  return v;
 }
 
 DEVICE float4 cluster_load4(u32 address) {
@@ -135,10 +114,6 @@ DEVICE void cluster_store4(u32 address, float x, float y, float z, float w) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y),
                "f"(z), "f"(w)
                : "memory");
-}
-
-DEVICE void cluster_store(u32 address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 #endif  // sm_90 and newer
