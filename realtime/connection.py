@@ -7,7 +7,7 @@ reason, the slot is given up at once. Nothing here waits for another connection 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from fastapi import WebSocketDisconnect
@@ -41,7 +41,7 @@ TEXT, BINARY = 0x1, 0x2  # opcodes of RFC 6455
 logger = logging.getLogger(__name__)
 
 
-WriteNow = Callable[[int, tuple[bytes, ...]], bool]  # opcode, messages; False: not written
+WriteNow = Callable[[Sequence[tuple[int, bytes]]], bool]  # opcodes, messages; False: not written
 
 
 class Socket(Protocol):
@@ -91,6 +91,7 @@ class Connection:
         self._commands = CommandQueue(backend.submit, self.fail)
         self._slot = session.slot
         self._now: WriteNow | None = None  # known once the upgrade is accepted
+        self._unwritten: list[Text | Audio] = []  # of the call that is being applied
         self._is_blocked = False
         self._active_s = time.monotonic()
         self._ended = asyncio.Event()
@@ -135,6 +136,7 @@ class Connection:
                     refusal = error
             else:
                 self._apply(action)
+        self._flush()
         self._update_blocked()
         if refusal is not None:
             self.fail(refusal)
@@ -151,31 +153,38 @@ class Connection:
             case Send():
                 self._put_message(action.message)
             case Drop():
+                self._flush()
                 self._outbox.drop(action.turn_id)
             case Close():
+                self._flush()
                 self._outbox.put(Closing(action.code, action.reason))
 
     def _put_audio(self, action: SendAudio) -> None:
         self._active_s = time.monotonic()
         frames = tuple(wire.pack_audio(packet) for packet in action.packets)
+        audio_ms = float(wire.PACKET_MS * len(frames))
         is_first = action.packets[0].seq == 0
-        if not self._write_now(BINARY, frames):
-            audio_ms = float(wire.PACKET_MS * len(frames))
-            self._outbox.put(Audio(frames, action.turn_id, audio_ms, is_first))
-        elif is_first:
-            self._session.audio_written(action.turn_id, time.perf_counter_ns())
+        self._unwritten.append(Audio(frames, action.turn_id, audio_ms, is_first))
 
-    def _write_now(self, opcode: int, frames: tuple[bytes, ...]) -> bool:
-        """Past the writer's task, where nothing waits and the socket has taken all it was given."""
+    def _flush(self) -> None:
+        """What one call of the session gave: in one write past the writer's task, where nothing waits
+        and the socket has taken all it was given; else by way of the outbox."""
+        items, self._unwritten = self._unwritten, []
+        if not items:
+            return
         if self._now is None:
             self._now = self._websocket.scope["extensions"].get(WRITE_NOW_EXTENSION, _never)
-        return self._outbox.is_idle and self._now(opcode, frames)
+        if not self._outbox.is_idle or not self._now(list(_messages(items))):
+            for item in items:
+                self._outbox.put(item)
+            return
+        for item in items:
+            if isinstance(item, Audio) and item.is_first:
+                self._session.audio_written(item.turn_id, time.perf_counter_ns())
 
     def _put_message(self, message: wire.ServerMessage) -> None:
         turn_id = message.turn_id if isinstance(message, wire.TurnText) else None
-        frame = wire.encode(message)
-        if not self._write_now(TEXT, (frame.encode(),)):
-            self._outbox.put(Text(frame, turn_id))
+        self._unwritten.append(Text(wire.encode(message), turn_id))
         match message:
             case wire.TurnDone():
                 self._metrics.turn_done(message.metrics)
@@ -288,7 +297,17 @@ class Connection:
             left_s = limit_s - warn_s
             warning = f"the session is idle and closes in {left_s:g} s unless something is sent"
             self._put_message(wire.Warn(code="idle", message=warning))
+            self._flush()
 
 
-def _never(opcode: int, frames: tuple[bytes, ...]) -> bool:
+def _messages(items: Sequence[Text | Audio]) -> Iterator[tuple[int, bytes]]:
+    for item in items:
+        if isinstance(item, Text):
+            yield TEXT, item.frame.encode()
+        else:
+            for frame in item.frames:
+                yield BINARY, frame
+
+
+def _never(messages: Sequence[tuple[int, bytes]]) -> bool:
     return False

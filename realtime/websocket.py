@@ -63,7 +63,7 @@ class PlosiveWebSocket(WebSocketsSansIOProtocol):
         """Of this connection's messages, by whoever expects large ones, before it accepts."""
         self.conn.max_message_size = num_bytes
 
-    def _write_now(self, opcode: int, payloads: Sequence[bytes]) -> bool:
+    def _write_now(self, messages: Sequence[tuple[int, bytes]]) -> bool:
         """Whole messages, in order, in one write, if the socket has taken all that came before.
 
         A packet that goes through the writer's task and ASGI costs the event loop twice as much:
@@ -75,7 +75,7 @@ class PlosiveWebSocket(WebSocketsSansIOProtocol):
         if self.transport.get_write_buffer_size():
             return False
         parts: list[bytes] = []
-        for payload in payloads:
+        for opcode, payload in messages:
             parts += (frame_header(opcode, len(payload)), payload)
         self.transport.write(b"".join(parts))
         return True
