@@ -1,13 +1,17 @@
 """The engine on small pages, and on fewer of them than its slots could use."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from model.errors import ConfigError
+from model.speech_model import load_speech_model
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
 from realtime.pingpong.messages import (
     CancelTurn,
@@ -18,6 +22,7 @@ from realtime.pingpong.messages import (
     TurnEnd,
     VoicePrompt,
 )
+from realtime.pingpong.tenants import NOTHING_TO_DO, Tenant
 from tests.support.engine import (
     close_slot,
     open_slot,
@@ -43,6 +48,17 @@ def ask(engine: PingPongEngine, prompt: VoicePrompt, seed: int = 1) -> SlotRef:
     assert slot is not None
     engine.submit(OpenSlot(slot, (prompt,), "", sampling(seed), 600_000))
     return slot
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + TIMEOUT_S
+    while not is_done():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def has_nothing_to_do(tenant: Tenant) -> bool:
+    return tenant.urgency() == NOTHING_TO_DO
 
 
 def poison_free_pages(engine: PingPongEngine) -> None:
@@ -138,10 +154,7 @@ def test_a_segment_gives_back_what_it_did_not_need() -> None:
         num_before = engine.stats()["kv_pages_used"]
         engine.set_blocked(slot, True)
         start_turn(engine, slot, 0, "hello.")
-        end_s = time.monotonic() + TIMEOUT_S
-        while not engine._decode._streams:
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
+        wait_until(lambda: bool(engine._decode._streams))
         assert engine.stats()["kv_pages_used"] >= num_before + 100 // PAGE
         engine.set_blocked(slot, False)
         recorder.wait(TurnEnd)
@@ -158,10 +171,7 @@ def test_a_barge_in_keeps_the_pages_of_what_was_heard() -> None:
         slot = engine.slots.bump(slot)
         engine.submit(CancelTurn(slot, 0, heard_frames=1))
         tenant = engine._prefill._tenants[slot.idx]
-        end_s = time.monotonic() + TIMEOUT_S
-        while tenant.context_length == tenant.prefix_length:
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
+        wait_until(lambda: tenant.context_length > tenant.prefix_length)
         speak(engine, recorder, slot, 1)  # whoever answers that has done all that came before
         assert len(pages_of(engine, slot)) == -(-tenant.context_length // PAGE)
         assert len(pages_of(engine, slot)) == engine.stats()["kv_pages_used"] - num_cached_only
@@ -200,4 +210,31 @@ def test_cuda_poison_in_free_pages_is_never_heard() -> None:
             ]
     for want, got in zip(said[:6], said[6:], strict=True):
         assert len(want)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", ["prefix", "dialogue"])
+def test_cuda_kernels_on_too_few_poisoned_pages_say_the_same(context: str) -> None:
+    """Graphs and kernels; slots that take each other's pages; a dialogue that is shortened."""
+    said = []
+    for is_poisoned in (False, True):
+        model = load_speech_model(Path("random:tiny?frames=12"), device="cuda")
+        model = replace(model, serving=replace(model.serving, context=context))  # type: ignore[arg-type]
+        pool = {"max_positions": 400, "kv_pages": 1 + 20}
+        with running(model, num_slots=3, **pool) as (engine, recorder):
+            engine.warm_up((voice(0),))
+            if is_poisoned:
+                poison_free_pages(engine)
+            slots = [open_slot(engine, recorder, seed=i, voice_seed=i + 1) for i in range(3)]
+            tenants = engine._prefill._tenants
+            for turn in range(8):
+                for slot in slots:
+                    said.append(speak(engine, recorder, slot, turn, TEXTS[turn % 4]))
+                    wait_until(partial(has_nothing_to_do, tenants[slot.idx]))
+            assert engine.stats()["slots_that_lost_their_pages_total"] > 0
+            if context == "dialogue":
+                assert all(1 < len(tenants[slot.idx].exchanges) < 8 for slot in slots)
+    for want, got in zip(said[:24], said[24:], strict=True):
+        assert len(want) == 12 * model.codec.frame_samples
         np.testing.assert_array_equal(got, want)
