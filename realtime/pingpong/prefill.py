@@ -3,7 +3,8 @@
 It takes commands from the event loop and slots that decode gives back, and turns them into KV: the
 voice's prefix at connect, text while it is still being written, the assistant header once a segment
 is closed. A slot whose segment is fully prefilled goes to decode as a `Join`. Work is done in
-chunks, most urgent first, so that nobody's first audio waits for somebody's long reference.
+calls of limited size, most urgent first, so that nobody's first audio waits for somebody's long
+reference; `KvWriter` knows how many slots fit into a call and who has to wait for pages.
 """
 
 import logging
