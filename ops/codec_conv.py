@@ -24,6 +24,7 @@ _BLOCK = 64  # channels of a slab, unless all of them fit one
 _MAX_SINGLE_BLOCK = 112
 # Sums are split where few columns leave most of the device idle for one stream.
 _LONG_SUM, _MANY_COLUMNS = 3072, 3072
+_LINEAR_TILES, _LINEAR_MAX_ROWS = 16, 256  # what the kernel for few rows holds, and is good for
 
 
 class Streams(NamedTuple):
@@ -231,6 +232,14 @@ def _conv_cuda(
     residual: Tensor | None,
     result: ConvOut,
 ) -> None:
+    extra = residual if residual is not None else result.raw
+    is_f32 = extra is not None and extra.dtype == torch.float32
+    assert residual is None or result.raw is None or residual.dtype == result.raw.dtype, residual
+    ends = [layer.bias, layer.alpha, layer.inverse, residual, result.raw, result.out]
+    kind = (_ACTIVATIONS.index(layer.activation), int(is_f32))
+    if is_linear(x.shape[0], layer):
+        _launch_linear(x, layer, ends, kind)
+        return
     tile = tile_for(x.shape[0], layer)
     block = channel_block(layer.channels)
     steps = min(num_steps, tile.rows)
@@ -240,33 +249,49 @@ def _conv_cuda(
     num_slabs = min(math.ceil((tile.stages - 1) / layer.num_taps) + 1, num_blocks)
     slab_bytes = num_slabs * slab_rows * (2 * block + 16) + 8 * slab_rows
     sums = 4 * tile.rows * (tile.columns + 8)
-    shared = 1024 + 16 * tile.stages + max(tile.stages * tile.columns * 128 + slab_bytes, sums)
-    extra = residual if residual is not None else result.raw
-    is_f32 = extra is not None and extra.dtype == torch.float32
-    assert residual is None or result.raw is None or residual.dtype == result.raw.dtype, residual
-    defines = defines_of(tile, block)
     numbers = (
         x.shape[0], num_steps, layer.channels, layer.num_columns, layer.num_taps, layer.dilation,
         layer.num_products, 0 if streams is None else streams.history.shape[1],
-        layer.history_start, _ACTIVATIONS.index(layer.activation), int(is_f32), num_slabs,
-        layer.num_splits,
+        layer.history_start, *kind, num_slabs, layer.num_splits,
     )  # fmt: skip
-    nvrtc.kernel("codec_conv.cu", "codec_conv", defines=defines).launch(
+    nvrtc.kernel("codec_conv.cu", "codec_conv", defines=defines_of(tile, block)).launch(
         (-(-layer.num_columns // tile.columns), -(-x.shape[0] // tile.rows), layer.num_splits),
         (2 * tile.rows,),
         [
             x,
             *((None, None, None) if streams is None else streams.pointers),
             layer.weight,
-            layer.bias,
-            layer.alpha,
-            layer.inverse,
-            residual,
-            result.raw,
-            result.out,
+            *ends,
             *map(ctypes.c_int32, numbers),
         ],
-        shared_bytes=shared,
+        shared_bytes=1024
+        + 16 * tile.stages
+        + max(tile.stages * tile.columns * 128 + slab_bytes, sums),
+        cluster=(1, 1, layer.num_splits),
+    )
+
+
+def is_linear(rows: int, layer: Conv) -> bool:
+    """Whether few rows and one tap go through the kernel that waits least."""
+    num_tiles = layer.num_products // 64 // layer.num_splits
+    has_pieces = layer.num_taps == 1 and layer.channels % _BLOCK == 0
+    return has_pieces and num_tiles <= _LINEAR_TILES and rows <= _LINEAR_MAX_ROWS
+
+
+def _launch_linear(
+    x: Tensor, layer: Conv, ends: list[Tensor | None], kind: tuple[int, int]
+) -> None:
+    rows = 8 if x.shape[0] <= 8 else 64
+    num_tiles = layer.num_products // 64 // layer.num_splits
+    padding = (64 - rows) * 128  # read, whatever it is
+    numbers = (x.shape[0], layer.channels, layer.num_columns, *kind, layer.num_splits)
+    nvrtc.kernel("codec_linear.cu", "codec_linear", defines={"ROWS": rows}).launch(
+        (-(-layer.num_columns // 32), -(-x.shape[0] // rows), layer.num_splits),
+        (128,),
+        [x, layer.weight, *ends, *map(ctypes.c_int32, numbers)],
+        shared_bytes=1024
+        + 16 * _LINEAR_TILES
+        + max(num_tiles * (4096 + rows * 128) + padding, 4 * 64 * 40),
         cluster=(1, 1, layer.num_splits),
     )
 

@@ -123,64 +123,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   float* staged = reinterpret_cast<float*>(shared + (tiles - base));
-#pragma unroll
-  for (int j = 0; j < BN / 8; j++) {
-    float* at = staged + (warp * 16 + lane / 4) * kSumStride + j * 8 + lane % 4 * 2;
-    *reinterpret_cast<float2*>(at) = make_float2(sums[4 * j], sums[4 * j + 1]);
-    *reinterpret_cast<float2*>(at + 8 * kSumStride) = make_float2(sums[4 * j + 2], sums[4 * j + 3]);
-  }
-  __syncthreads();
-  if (num_splits > 1) cluster_sync();
-  const int share = BM * (BN / 8) / num_splits;
-  for (int i = rank * share + tid; i < (rank + 1) * share; i += kThreads) {
-    int row = first + i / (BN / 8), column = first_column + i % (BN / 8) * 8;
-    if (row >= num_rows || column >= columns) continue;
-    float v[8], other[8];
-    const float* mine = staged + i / (BN / 8) * kSumStride + i % (BN / 8) * 8;
-    if (num_splits == 1) {
-      load8(v, mine);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[e] = 0;
-      for (int part = 0; part < num_splits; part++) {
-        u32 address = cluster_address(shared_address(mine), part);
-        float4 low = cluster_load4(address), high = cluster_load4(address + 16);
-        v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
-        v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
-      }
-    }
-    i64 place = i64(row) * columns + column;
-    if (bias) {
-      load8(other, bias + column);
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[e] += other[e];
-    }
-    if (residual && is_f32) {
-      load8(other, static_cast<const float*>(residual) + place);
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[e] += other[e];
-    } else if (residual) {
-      uint4 bits = *reinterpret_cast<const uint4*>(static_cast<const __half*>(residual) + place);
-      const __half2* halves = reinterpret_cast<const __half2*>(&bits);
-#pragma unroll
-      for (int e = 0; e < 4; e++) {
-        float2 pair = __half22float2(halves[e]);
-        v[2 * e] += pair.x, v[2 * e + 1] += pair.y;
-      }
-    }
-    if (raw && is_f32) {
-      float4* at = reinterpret_cast<float4*>(static_cast<float*>(raw) + place);
-      at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
-    } else if (raw) {
-      *reinterpret_cast<uint4*>(static_cast<__half*>(raw) + place) = packed(v);
-    }
-    if (!out) continue;
-    activate(v, activation, column, alpha, inverse);
-    if (activation == kSwiglu)
-      *reinterpret_cast<uint2*>(out + place / 2) = make_uint2(packed(v).x, packed(v).y);
-    else
-      *reinterpret_cast<uint4*>(out + place) = packed(v);
-  }
-  if (num_splits > 1) cluster_sync();  // nobody leaves while others read its sums
+  stage(staged, sums);
+  finish(Finish{bias, alpha, inverse, residual, raw, out, num_rows, columns, activation, is_f32},
+         staged, first, first_column, rank, num_splits);
   if (blockIdx.x == 0 && rank == 0) write_history(first, s, in, history, new_history, slots);
 }

@@ -234,3 +234,84 @@ struct WeightStream {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty(k));
   }
 };
+
+// The sums of all threads -> [BM, kSumStride] in shared memory.
+DEVICE void stage(float* staged, const float (&sums)[BN / 2]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int j = 0; j < BN / 8; j++) {
+    float* at = staged + (warp * 16 + lane / 4) * kSumStride + j * 8 + lane % 4 * 2;
+    *reinterpret_cast<float2*>(at) = make_float2(sums[4 * j], sums[4 * j + 1]);
+    *reinterpret_cast<float2*>(at + 8 * kSumStride) = make_float2(sums[4 * j + 2], sums[4 * j + 3]);
+  }
+}
+
+DEVICE void add(float (&v)[8], const float* other) {
+  float w[8];
+  load8(w, other);
+#pragma unroll
+  for (int e = 0; e < 8; e++) v[e] += w[e];
+}
+
+DEVICE void add(float (&v)[8], const __half* other) {
+  uint4 bits = *reinterpret_cast<const uint4*>(other);
+  const __half2* halves = reinterpret_cast<const __half2*>(&bits);
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    float2 pair = __half22float2(halves[e]);
+    v[2 * e] += pair.x, v[2 * e + 1] += pair.y;
+  }
+}
+
+// What becomes of a sum: bias, residual, the raw result, activation, the result.
+struct Finish {
+  const float *bias, *alpha, *inverse;
+  const void* residual;
+  void* raw;
+  __half* out;
+  int num_rows, columns, activation, is_f32;
+
+  DEVICE void operator()(float (&v)[8], int row, int column) const {
+    i64 place = i64(row) * columns + column;
+    if (bias) add(v, bias + column);
+    if (residual && is_f32) add(v, static_cast<const float*>(residual) + place);
+    if (residual && !is_f32) add(v, static_cast<const __half*>(residual) + place);
+    if (raw && is_f32) {
+      float4* at = reinterpret_cast<float4*>(static_cast<float*>(raw) + place);
+      at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else if (raw) {
+      *reinterpret_cast<uint4*>(static_cast<__half*>(raw) + place) = packed(v);
+    }
+    if (!out) return;
+    activate(v, activation, column, alpha, inverse);
+    uint4 halves = packed(v);
+    if (activation == kSwiglu)
+      *reinterpret_cast<uint2*>(out + place / 2) = make_uint2(halves.x, halves.y);
+    else
+      *reinterpret_cast<uint4*>(out + place) = halves;
+  }
+};
+
+// Finish a staged tile. The CTAs of a cluster have parts of the same sums: each finishes its share
+// of the rows, and nobody leaves while others read its part.
+DEVICE void finish(const Finish& finish, const float* staged, int first, int first_column, int rank,
+                   int num_splits) {
+  __syncthreads();
+  if (num_splits > 1) cluster_sync();
+  const int share = BM * (BN / 8) / num_splits;
+  for (int i = rank * share + threadIdx.x; i < (rank + 1) * share; i += kThreads) {
+    int row = first + i / (BN / 8), column = first_column + i % (BN / 8) * 8;
+    if (row >= finish.num_rows || column >= finish.columns) continue;
+    const float* mine = staged + i / (BN / 8) * kSumStride + i % (BN / 8) * 8;
+    float v[8] = {};
+    if (num_splits == 1) load8(v, mine);
+    for (int part = 0; part < (num_splits == 1 ? 0 : num_splits); part++) {
+      u32 address = cluster_address(shared_address(mine), part);
+      float4 low = cluster_load4(address), high = cluster_load4(address + 16);
+      v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
+      v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
+    }
+    finish(v, row, column);
+  }
+  if (num_splits > 1) cluster_sync();
+}

@@ -169,26 +169,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   float* staged = reinterpret_cast<float*>(shared + (tiles - base));
-#pragma unroll
-  for (int j = 0; j < BN / 8; j++) {
-    float* to = staged + (warp * 16 + lane / 4) * kSumStride + j * 8 + lane % 4 * 2;
-    *reinterpret_cast<float2*>(to) = make_float2(sums[4 * j], sums[4 * j + 1]);
-    *reinterpret_cast<float2*>(to + 8 * kSumStride) = make_float2(sums[4 * j + 2], sums[4 * j + 3]);
-  }
+  stage(staged, sums);
   __syncthreads();
   for (int i = tid; i < BM * (BN / 8); i += kThreads) {
     int row = first + i / (BN / 8), column = i % (BN / 8) * 8;
     if (row >= num_rows) break;
-    float v[8], bias[8];
+    float v[8];
     load8(v, staged + i / (BN / 8) * kSumStride + column);
-    load8(bias, bias1 + column);
-    uint4 bits = *reinterpret_cast<const uint4*>(x + i64(row) * BN + column);
-    const __half2* halves = reinterpret_cast<const __half2*>(&bits);
-#pragma unroll
-    for (int e = 0; e < 4; e++) {
-      float2 pair = __half22float2(halves[e]);
-      v[2 * e] += bias[2 * e] + pair.x, v[2 * e + 1] += bias[2 * e + 1] + pair.y;
-    }
+    add(v, bias1 + column), add(v, x + i64(row) * BN + column);
     if (alpha2) activate(v, kSnake, column, alpha2, inverse2);
     *reinterpret_cast<uint4*>(out + i64(row) * BN + column) = packed(v);
   }

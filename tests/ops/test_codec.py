@@ -105,6 +105,13 @@ def test_convolution_compiles(arch, block):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("rows", [8, 64])
+def test_linear_compiles(arch, rows):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    assert b"codec_linear" in nvrtc.compile_source("codec_linear.cu", arch, {"ROWS": rows})
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_units_compile(arch):
     pytest.importorskip("cuda.bindings.nvrtc")
     for channels in units.CHANNELS:
