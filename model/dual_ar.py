@@ -241,9 +241,9 @@ class DualAR(nn.Module):
         self.slow.remember(self._embed(rows), rope, attend)
 
     @property
-    def can_prefill_rows(self) -> bool:
-        """Whether `prefill_rows` may be called."""
-        return self._fused is not None
+    def max_prefill_rows(self) -> int:
+        """Of one call of `prefill_rows` that is worth it; 0: it may not be called."""
+        return 0 if self._fused is None else self._fused.max_prefill_rows
 
     def prefill_rows(self, rows: Tensor, slots: Tensor, positions: Tensor, cache: KVCache) -> None:
         """`prefill` for rows of several slots at once, after `use_kernels`. Never waits, and no

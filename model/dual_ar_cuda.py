@@ -12,7 +12,7 @@ the projection between the stacks stay in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from model.frame_state import Frame, FrameState
 from model.kv_cache import KVCache
 from model.layers import Block, Stack
 from model.sampling import MAX_TOP_K
+from model.wide_rows import MOST_NARROW_ROWS, WideBlock, has_room
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
 from ops.embedding import embed_rows
 from ops.linear import Input, PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
@@ -33,10 +34,11 @@ from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_sema
 if TYPE_CHECKING:
     from model.dual_ar import DualAR
 
-MAX_PREFILL_ROWS = 128  # the linear kernels' widest batch
+MAX_PREFILL_ROWS = 128  # of one pass through the streaming kernels
+MAX_WIDE_PREFILL_ROWS = 512  # of one pass through plain matrices
 
 # (layer, block, qkv [M, H + 2 H_kv, D]) -> [M, H * D]
-Attend = Callable[[int, "FusedBlock", Tensor], Activation]
+Attend = Callable[[int, "FusedBlock | WideBlock", Tensor], Activation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,9 @@ class FusedBlock:
         qkv = linear(normed, self.wqkv, bias=self.qkv_bias)
         return qkv.view(x.shape[0], -1, self.config.head_dim)
 
-    def forward(self, x: Tensor, layer: int, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, layer: int, attend: Callable[[int, FusedBlock, Tensor], Activation]
+    ) -> Tensor:
         """[M, C] -> [M, C]."""
         attended = attend(layer, self, self.project(x))
         x = linear(attended, self.wo, bias=self.o_bias, residual=x)
@@ -89,20 +93,35 @@ class FusedBlock:
 class FusedStack:
     """Fused blocks, the final norm and the RoPE table of a stack."""
 
-    def __init__(self, stack: Stack, kind: Kind) -> None:
+    def __init__(self, stack: Stack, kind: Kind, *, has_wide: bool) -> None:
         self.config = stack.config
         self.rope = stack.rope
         self.norm = stack.norm
-        self.blocks: list[FusedBlock] = []
-        for (
-            block
-        ) in stack.layers:  # one after the other: a block is freed before the next is packed
+        self._fused: list[FusedBlock] = []
+        self._wide: list[WideBlock] = []
+        self._most_narrow_rows = MOST_NARROW_ROWS[kind]
+        # One after the other: a block is freed before the next is packed.
+        for block in stack.layers:
             assert isinstance(block, Block)
-            self.blocks.append(FusedBlock.take(block, kind))
+            if has_wide:
+                self._wide.append(WideBlock.of(block, kind))
+            self._fused.append(FusedBlock.take(block, kind))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the matrices."""
+        packed = [w for b in self._fused for w in (b.wqkv, b.wo, b.gate_up, b.down)]
+        tensors = [tensor for weight in packed for tensor in weight.tensors()]
+        tensors += [matrix for block in self._wide for matrix in block.matrices]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def blocks(self, num_rows: int) -> Sequence[FusedBlock | WideBlock]:
+        """Those that run so many rows fastest."""
+        return self._wide if self._wide and num_rows > self._most_narrow_rows else self._fused
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """[M, C] -> [M, C], before the final norm."""
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self.blocks(len(x))):
             x = block.forward(x, layer, attend)
         return x
 
@@ -130,8 +149,10 @@ class FusedDualAR:
         self._codebook_embeddings = model.codebook_embeddings
         self._fast_embeddings = model.fast.embeddings
         self._head = Head(model.head_tokens, model.head_codes)
-        self._slow = FusedStack(model.slow, kind)
-        self._fast = FusedStack(model.fast.stack, kind)
+        stacks = (model.slow, model.fast.stack)
+        blocks = [block for block in model.modules() if isinstance(block, Block)]
+        self._has_wide = has_wide = has_room(blocks)
+        self._slow, self._fast = (FusedStack(stack, kind, has_wide=has_wide) for stack in stacks)
         self._semantic_head = _take(model, "restricted_head", "bf16", model.dtype)
         self._code_head = _take(model.fast, "output", "bf16", model.dtype)
         self._project_in, self._project_in_bias = None, model.fast.project_in_bias
@@ -140,17 +161,21 @@ class FusedDualAR:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weights."""
-        blocks = [*self._slow.blocks, *self._fast.blocks]
-        packed = [w for b in blocks for w in (b.wqkv, b.wo, b.gate_up, b.down)]
-        packed += [self._semantic_head, self._code_head]
-        packed += [self._project_in] if self._project_in is not None else []
-        return sum(tensor.nbytes for weight in packed for tensor in weight.tensors())
+        """Of the packed weights, and of plain ones beside them."""
+        heads = [self._semantic_head, self._code_head]
+        heads += [self._project_in] if self._project_in is not None else []
+        num_bytes = sum(tensor.nbytes for weight in heads for tensor in weight.tensors())
+        return num_bytes + self._slow.nbytes + self._fast.nbytes
+
+    @property
+    def max_prefill_rows(self) -> int:
+        """Of one call of `prefill_rows` that is worth it."""
+        return MAX_WIDE_PREFILL_ROWS if self._has_wide else MAX_PREFILL_ROWS
 
     def prefill(self, rows: Tensor, cache: KVCache, slot: int, start: int) -> None:
         """See `DualAR.prefill`."""
-        for begin in range(0, rows.shape[1], MAX_PREFILL_ROWS):
-            chunk = rows[:, begin : begin + MAX_PREFILL_ROWS].t().contiguous()
+        for begin in range(0, rows.shape[1], self.max_prefill_rows):
+            chunk = rows[:, begin : begin + self.max_prefill_rows].t().contiguous()
             first, num_rows = start + begin, len(chunk)
             slots = torch.full((num_rows,), slot, device=rows.device)
             positions = torch.arange(first, first + num_rows, device=rows.device)
@@ -175,17 +200,17 @@ class FusedDualAR:
             is_span: all rows are of one slot and their positions rise.
         """
 
-        def append(layer: int, block: FusedBlock, qkv: Tensor) -> Tensor:
+        def append(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Tensor:
             eps, table = block.config.norm_eps, cache.page_table
             where = (cache.kv[layer], table, slots, positions)
             return rope_append(qkv, block.qk_norm, eps, self._slow.rope, *where)
 
-        def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
+        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
             where = (cache.kv[layer], cache.page_table, slots, positions)
             return paged_attention(append(layer, block, qkv), *where, block.kind, is_span=is_span)
 
         x = self._embed(rows, None)
-        *blocks, last = self._slow.blocks
+        *blocks, last = self._slow.blocks(len(x))
         for layer, block in enumerate(blocks):
             x = block.forward(x, layer, attend)
         append(len(blocks), last, last.project(x))
@@ -227,7 +252,7 @@ class FusedDualAR:
         """[B, C], the slow AR's hidden state after the final norm."""
         positions = state.position.index_select(0, slots)
 
-        def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
+        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
             eps, table = block.config.norm_eps, cache.page_table
             where = (cache.kv[layer], table, slots, positions)
             # Chained: positions and table are older than `embed_rows`.
@@ -256,7 +281,7 @@ class FusedDualAR:
             start = codebook + 1
 
     def _frame_attend(self, state: FrameState, start: int, num_positions: int) -> Attend:
-        def attend(layer: int, block: FusedBlock, qkv: Tensor) -> Activation:
+        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
             eps, memory = block.config.norm_eps, state.fast.layers[layer]
             rope, where = self._fast.rope, (start, num_positions)
             # Chained: a sampler lies between two passes.

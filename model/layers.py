@@ -15,6 +15,7 @@ from model.config import StackConfig
 from model.kv_cache import Attend
 from ops import reference
 
+MATRICES = ("wqkv", "wo", "gate_up", "down")  # of a block
 QUANT_BLOCK = 128  # rows and columns of a matrix that share a scale
 
 
@@ -85,7 +86,7 @@ class Block(nn.Module):
     def finish_loading(self) -> None:
         """Pack the matrices; the block runs with or without."""
         if not self.is_quantised:
-            pack(self, "wqkv", "wo", "gate_up", "down")
+            pack(self, *MATRICES)
 
     def forward(self, x: Tensor, layer: int, rope: Tensor, attend: Attend) -> Tensor:
         """Run the block on rows.

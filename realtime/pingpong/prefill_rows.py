@@ -18,7 +18,8 @@ from model.kv_cache import KVCache
 from ops.graphs import GraphSet, Progress
 from realtime.pingpong.device import PREFILL_PRIORITY, Upload
 
-SIZES = (8, 16, 32, 64, 128)  # rows of a call
+SIZES = (8, 16, 32, 64, 128, 256, 512)  # rows of a call, as far as the model takes them
+_MAX_ROWS_ALONE = 128  # of a model that takes the pieces one by one
 
 
 class Piece(NamedTuple):
@@ -39,27 +40,24 @@ class PrefillRunner:
 
     def __init__(self, model: DualAR, cache: KVCache) -> None:
         device, width = model.device, 1 + model.config.num_codebooks
+        self.max_rows = max_rows = model.max_prefill_rows or _MAX_ROWS_ALONE  # of all pieces
         self._model = model
         self._cache = cache
-        self._rows = torch.zeros(SIZES[-1], width, dtype=torch.int32, device=device)
-        self._places = torch.zeros(2, SIZES[-1], dtype=torch.int64, device=device)
+        self._rows = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
+        self._places = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
         self._places[0] = cache.num_slots
-        self._upload = Upload(SIZES[-1] * (16 + 4 * width), device)
-        self._graphs = GraphSet(device, self._run, SIZES if model.can_prefill_rows else ())
+        self._upload = Upload(max_rows * (16 + 4 * width), device)
+        sizes = [size for size in SIZES if size <= model.max_prefill_rows]
+        self._graphs = GraphSet(device, self._run, sizes)
 
     @property
     def takes_many(self) -> bool:
         """Whether several pieces cost less in one call than one by one."""
-        return self._model.can_prefill_rows
+        return self._model.max_prefill_rows > 0
 
     def size_for(self, num_rows: int) -> int:
         """Rows that are computed when so many are wanted."""
         return self._graphs.size_for(num_rows)
-
-    @property
-    def max_rows(self) -> int:
-        """Of one call, all pieces together."""
-        return SIZES[-1]
 
     @property
     def graph_bytes(self) -> int:
@@ -74,7 +72,7 @@ class PrefillRunner:
     def write(self, pieces: Sequence[Piece]) -> None:
         """Enqueue the pieces' keys and values, and remember what they were made from. Pages must be
         there; pieces of one slot must follow one another."""
-        if not self._model.can_prefill_rows:
+        if not self.takes_many:
             for piece in pieces:
                 self._write_alone(piece)
             return

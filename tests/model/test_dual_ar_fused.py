@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from model import dual_ar_cuda
 from model.dual_ar import DualAR
-from model.layers import Block
+from model.layers import MATRICES, Block
 from model.loader import load_dual_ar
 from model.sampling import SamplingParams
 from ops.quantize import quantize_weight
@@ -22,7 +23,6 @@ from tests.model.small_model import (
 
 GREEDY = SamplingParams(temperature=0)
 HOT = SamplingParams(1.2, 0.95, 60, 7)
-MATRICES = ("wqkv", "wo", "gate_up", "down")
 # Relative error of the hidden state from activations in e4m3 alone. Measured 0.07: twelve times
 # (four in each of three layers) the 2.6 % of rounding to three bits add up like noise.
 E4M3_ERROR = 0.1
@@ -112,6 +112,32 @@ def test_the_ends_are_known_before_the_fast_ar_runs(monkeypatch):
 
     frame = model.decode_frame(state, torch.tensor([0]), cache, on_choice)
     assert torch.equal(calls[0], frame.is_end) and calls[1] == "fast AR"
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+def test_many_rows_go_through_plain_matrices(kind, monkeypatch):
+    """With the same codes: in fp32 the products are the same; 8-bit activations are not rounded."""
+    prompts = [random_prompt(40 + 9 * slot, slot) for slot in range(5)]
+    results, hidden = [], []
+    for most_rows in (1000, 2):
+        model = rounded_to_e4m3()
+        model.finish_loading()
+        monkeypatch.setattr(dual_ar_cuda, "has_room", lambda blocks, rows=most_rows: rows == 2)
+        monkeypatch.setitem(dual_ar_cuda.MOST_NARROW_ROWS, kind, most_rows)
+        num_bytes = model.nbytes
+        model.use_kernels(kind)
+        is_wide = most_rows == 2
+        assert model.max_prefill_rows == (512 if is_wide else 128)
+        assert (model.nbytes > num_bytes) == is_wide
+        cache, state = model.new_cache(5, 128), model.new_frame_state(5)
+        for slot, prompt in enumerate(prompts):
+            enter(model, cache, state, slot, prompt, GREEDY)
+        hidden.append(model._fused._decode_hidden(state, torch.arange(5), cache))
+        results.append(decode(model, state, [0, 1, 2, 3, 4], cache, 4))
+    if kind == "bf16":
+        assert torch.equal(*results)
+    error = (hidden[1] - hidden[0]).norm() / hidden[0].norm()
+    assert error <= (0 if kind == "bf16" else E4M3_ERROR), error
 
 
 def test_packing_frees_what_it_packs_and_leaves_slots_only():

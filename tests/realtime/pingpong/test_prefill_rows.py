@@ -89,5 +89,5 @@ def test_captured_calls_leave_what_eager_ones_leave(kind):
         ]
         assert torch.equal(cache.recall(slot, 0, length).cpu(), prompts[slot]), slot
     print(f"\n| {kind} | relative error of captured and eager against one by one | {errors}")
-    bound = 0.02 if kind == "bf16" else 0.1
+    bound = 0.02 if kind == "bf16" else 0.15
     assert all(max(pair) < bound for pair in errors.values()), errors
