@@ -25,7 +25,10 @@ from realtime.pingpong.prefill_rows import Piece, PrefillRunner
 from realtime.pingpong.prefix_cache import PrefixCache, prefix_key
 from realtime.pingpong.tenants import AUDIO_WAITS, CONTEXT_WAITS, Prefix, Tenant
 
-_CHUNK_POSITIONS = 64  # of one slot, written at a time, so that urgent work gets its turn
+# Rows of a call. Who commits a text while a call runs waits for its end, so only texts that are
+# waited for make a call as big as the model takes.
+_CHUNK_POSITIONS = 64  # of models that take one slot at a time
+_ROWS_IN_NO_HURRY = 128
 
 
 class KvWriter:
@@ -79,15 +82,16 @@ class KvWriter:
         """Let a tenant take part in the next call, the most urgent first. False: it is full. Who is
         less urgent than somebody who waits for audio must not make the call bigger, but may have
         rows that would be padding."""
-        if self._members:
-            if not self.runner.takes_many:
-                return False
-            audio_waits = AUDIO_WAITS in self._members.values()
-            if audio_waits and tenant.urgency() > AUDIO_WAITS:
-                self._limit = min(self._limit, self.runner.size_for(self._num_rows))
-            if self._num_rows >= self._limit:
-                return False
-        self._members[tenant.slot.idx] = tenant.urgency()
+        if self._members and not self.runner.takes_many:
+            return False
+        urgency = tenant.urgency()
+        if urgency > AUDIO_WAITS:
+            is_hurried = self._num_rows > 0 and AUDIO_WAITS in self._members.values()
+            most = self.runner.size_for(self._num_rows) if is_hurried else _ROWS_IN_NO_HURRY
+            self._limit = min(self._limit, most)
+        if self._members and self._num_rows >= self._limit:
+            return False
+        self._members[tenant.slot.idx] = urgency
         return True
 
     def flush(self) -> None:

@@ -75,6 +75,17 @@ def test_texts_of_all_who_wait_are_one_call_and_voices_fill_whole_ones() -> None
     assert len(calls.engine._decode.inbox) == NUM_SLOTS, "all joined"
 
 
+def test_texts_that_are_waited_for_fill_as_big_a_call_as_the_model_takes() -> None:
+    calls = Calls()
+    slots = [calls.open(seed) for seed in range(NUM_SLOTS)]
+    calls.run()
+    for slot in slots:
+        calls.say(slot, "and so on and so forth " * 2)
+    runner = calls.prefill.kv.runner
+    texts = calls.run()
+    assert [num_rows(call) for call in texts[:-1]] == [runner.max_rows] * (len(texts) - 1)
+
+
 def test_who_waits_for_audio_is_not_held_up_by_a_bigger_call() -> None:
     calls = Calls()
     first, second = calls.open(0), calls.open(1)
