@@ -24,7 +24,8 @@ _BLOCK = 64  # channels of a slab, unless all of them fit one
 _MAX_SINGLE_BLOCK = 112
 # Sums are split where few columns leave most of the device idle for one stream.
 _LONG_SUM, _MANY_COLUMNS = 3072, 3072
-_LINEAR_TILES, _LINEAR_MAX_ROWS = 16, 256  # what the kernel for few rows holds, and is good for
+_LINEAR_TILES = 16  # of weights, what the kernel for few rows holds
+_LINEAR_MAX_CTAS = 200  # beyond it the other kernel is faster (measured on an H200)
 
 
 class Streams(NamedTuple):
@@ -272,10 +273,13 @@ def _conv_cuda(
 
 
 def is_linear(rows: int, layer: Conv) -> bool:
-    """Whether few rows and one tap go through the kernel that waits least."""
+    """Whether few rows and one tap go through the kernel that waits least. It holds its input and
+    its weights whole, which leaves a multiprocessor room for one CTA of 64 rows."""
     num_tiles = layer.num_products // 64 // layer.num_splits
     has_pieces = layer.num_taps == 1 and layer.channels % _BLOCK == 0
-    return has_pieces and num_tiles <= _LINEAR_TILES and rows <= _LINEAR_MAX_ROWS
+    num_ctas = -(-layer.num_columns // 32) * -(-rows // 64) * layer.num_splits
+    is_small = rows <= 8 or num_ctas <= _LINEAR_MAX_CTAS
+    return has_pieces and num_tiles <= _LINEAR_TILES and is_small
 
 
 def _launch_linear(

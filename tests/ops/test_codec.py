@@ -84,6 +84,14 @@ def test_large_tiles_only_when_they_fill_the_device():
     assert codec.tile_for(64 * 2048, layer).rows > codec.tile_for(4, layer).rows
 
 
+def test_few_rows_of_one_tap_have_a_kernel_of_their_own():
+    _, layer = random_layer(1024, 3072, 1, 1)
+    assert codec.is_linear(1, layer) and codec.is_linear(64, layer)
+    assert not codec.is_linear(256, layer)
+    assert not codec.is_linear(1, random_layer(1024, 1024, 7, 1)[1])
+    assert not codec.is_linear(1, random_layer(96, 96, 1, 1)[1])  # not in pieces of 64 channels
+
+
 def test_pieces_of_weights_are_swizzled_as_the_tensor_cores_read_them():
     weight = torch.arange(40 * 128.0).view(40, 128)
     pieces = codec._tiles(weight)
