@@ -42,7 +42,8 @@ References and text lengths (--references, --lengths) are closed loops of one se
 that no voice has is made of the server's own speech, and deleted afterwards.
 
 A run without options says 104 turns, 13 minutes of speech in all: that takes up to 8 minutes on two
-CPU cores. How far it is is shown on stderr. --seconds bounds every level instead.
+CPU cores. How far it is is shown on stderr. --seconds bounds every level instead. A run that is
+interrupted (Ctrl-C) tells the levels it has completed.
 
 No text is ever said twice. Read no latency without the continuity (C50, C100) below it. Under the
 tables each level has a waterfall: the stages of its turns on the server, so that a figure can be
@@ -178,8 +179,9 @@ def _run(args: argparse.Namespace) -> int:
         finally:
             display.clear()
         result.server_start_s = server.ready_s if server else None
-    result.load_before = load_before
-    return _tell(report.summarize(result, utc_stamp()), args.out)
+        result.load_before = load_before
+        status = _tell(report.summarize(result, utc_stamp()), args.out)
+    return 130 if result.was_interrupted else status
 
 
 def _tell(summary: dict[str, Any], directory: Path) -> int:

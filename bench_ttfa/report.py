@@ -44,6 +44,7 @@ def summarize(result: SweepResult, stamp: str) -> dict[str, Any]:
         "model": result.model,
         "definitions": DEFINITIONS,
         "load_before": result.load_before,
+        "was_interrupted": result.was_interrupted,
         "server_start_s": result.server_start_s,
         "server_peak_mib": result.server_peak_mib,
         "ready_cold_ms": _stats(result.ready_cold_ms),

@@ -87,6 +87,7 @@ class SweepResult:
     levels: list[LevelResult] = field(default_factory=list)
     model: str = ""
     frame_rate_hz: float = 0.0
+    was_interrupted: bool = False  # after some of its levels
     server_peak_mib: float | None = None
     load_before: float = 0.0  # what else ran on this machine: load average of the last minute
     server_start_s: float | None = None  # of a server that was started for this run
@@ -104,6 +105,25 @@ def sweep(
     texts = TextSource(config.connection.seed, config.kind)
     on_step("session starts")
     asyncio.run(_probe_ready(config.connection, result))
+    try:
+        _run_levels(config, result, texts, server_pid, on_step, on_progress)
+    except KeyboardInterrupt:
+        if not result.levels:
+            raise
+        result.was_interrupted = True  # what is measured is told
+    if server_pid is not None:
+        result.server_peak_mib = peak_resident_mib(server_pid)
+    return result
+
+
+def _run_levels(
+    config: Config,
+    result: SweepResult,
+    texts: TextSource,
+    server_pid: int | None,
+    on_step: Callable[[str], None],
+    on_progress: Callable[[Progress], None],
+) -> None:
     is_broken = False
     for level in config.levels:
         if level.mode == "paced" and is_broken and not config.keeps_going:
@@ -113,9 +133,6 @@ def sweep(
         done = _run_level(level, config, texts, server_pid, on_progress)
         result.levels.append(done)
         is_broken = is_broken or (level.mode == "paced" and not is_continuous(done))
-    if server_pid is not None:
-        result.server_peak_mib = peak_resident_mib(server_pid)
-    return result
 
 
 def _num_turns(level: Level) -> str:

@@ -93,6 +93,26 @@ def test_more_paced_streams_are_left_out_after_a_stall(monkeypatch) -> None:
     assert tried == [2, 4, 8]
 
 
+def test_an_interrupted_run_keeps_what_it_has(monkeypatch) -> None:
+    def run_level(level, *_) -> LevelResult:
+        if level.concurrency == 4:
+            raise KeyboardInterrupt
+        return LevelResult(level, [WorkerResult([TurnRecord(5)], [], 0.0, 1.0)])
+
+    async def no_probe(*_) -> None:
+        pass
+
+    monkeypatch.setattr(run, "_run_level", run_level)
+    monkeypatch.setattr(run, "_probe_ready", no_probe)
+    connection = Connection("ws://x", None, AudioFormat(), 1, None, None)
+    levels = tuple(Level("closed", 1, count) for count in (2, 4, 8))
+    result = run.sweep(Config(levels, connection))
+    assert [each.level.concurrency for each in result.levels] == [2]
+    assert result.was_interrupted
+    with pytest.raises(KeyboardInterrupt):
+        run.sweep(Config(levels[1:], connection))
+
+
 def test_a_failed_stream_is_not_continuous() -> None:
     def result(*turns: TurnRecord) -> LevelResult:
         return LevelResult(Level("paced", 0, 1), [WorkerResult(list(turns), [], 0.0, 1.0)])
