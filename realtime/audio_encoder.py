@@ -32,11 +32,18 @@ class AudioEncoder:
         self._resampler = StreamResampler(codec_rate, rate) if codec_rate != rate else None
         self._clear()
 
-    def push(self, pcm: NDArray[np.float32]) -> tuple[EncodedPacket, ...]:
-        """The packets that are full after f32 [S] at the codec's rate; may be none."""
+    def push(
+        self, pcm: NDArray[np.float32], max_packets: int | None = None
+    ) -> tuple[EncodedPacket, ...]:
+        """The packets that are full after f32 [S] at the codec's rate; may be none. What
+        `max_packets` holds back comes with `rest`."""
         if self._is_finished:
             self._clear()
         self._take(self._resampler.push(pcm) if self._resampler else pcm)
+        return self._full_packets(max_packets)
+
+    def rest(self) -> tuple[EncodedPacket, ...]:
+        """The full packets that `push` held back."""
         return self._full_packets()
 
     def finish(self) -> tuple[EncodedPacket, ...]:
@@ -85,9 +92,11 @@ class AudioEncoder:
             self._pending, (0, num_packets * self._packet_samples - len(self._pending))
         )
 
-    def _full_packets(self) -> tuple[EncodedPacket, ...]:
+    def _full_packets(self, max_packets: int | None = None) -> tuple[EncodedPacket, ...]:
         size = self._packet_samples
         num_full = len(self._pending) // size
+        if max_packets is not None:
+            num_full = min(num_full, max_packets)
         packets = tuple(
             self._packet(self._pending[i * size : (i + 1) * size]) for i in range(num_full)
         )

@@ -157,17 +157,17 @@ class EgressThreads:
                 self._post(self._burst(events, inbox))
 
     def _burst(self, events: list[Event], inbox: DeadlineQueue) -> list[LoopEvent]:
-        """Process what is queued, for `_MAX_BURST_S` at most. A turn's first frame goes out at once."""
+        """Process what is queued, for `_MAX_BURST_S` at most. A turn's first packet goes out at once."""
         burst: list[LoopEvent] = []
         end_s = time.perf_counter() + _MAX_BURST_S
         while events:
             for event in in_pieces(events):
-                encoded = self._encoders.encode(event)
-                count(self._metrics, encoded.tally)
-                burst += encoded.events
-                if begins_turn(event):
-                    self._post(burst)
-                    burst = []
+                for encoded in self._encoders.encode(event):
+                    count(self._metrics, encoded.tally)
+                    burst += encoded.events
+                    if begins_turn(event):
+                        self._post(burst)
+                        burst = []
             events = inbox.get(0.0) if time.perf_counter() < end_s else []
         return burst
 

@@ -235,8 +235,8 @@ class _Work:
         while self._read():
             events = self._queue.get(0.0)
             for event in in_pieces(events) if events else ():
-                encoded = self._encoders.encode(event)
-                self._sock.sendall(b"".join(packed(encoded)))
+                for encoded in self._encoders.encode(event):
+                    self._sock.sendall(b"".join(packed(encoded)))
 
     def _read(self) -> bool:
         """Queue what has come; waits if there is nothing to do. False at the end."""

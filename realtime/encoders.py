@@ -6,6 +6,7 @@ It knows no thread, no queue and no socket; `realtime.egress` runs it on threads
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -86,47 +87,41 @@ class Encoders:
             return 0.0
         return stream.played_s if stream.is_at(event.slot, event.turn_id) else 0.0
 
-    def encode(self, event: Event) -> Encoded:
-        """Never raises: one stream's failure must not silence the others."""
+    def encode(self, event: Event) -> Iterator[Encoded]:
+        """Pass on each part before the next is made. Never raises: one stream's failure must not silence
+        the others."""
         try:
-            return self._encode(event)
+            match event:
+                case FramePcm():
+                    yield from self._encode_frames(event)
+                case TurnEnd():
+                    yield self._encode_tail(event)
+                case SlotClosed():
+                    self._streams.pop(event.slot.idx, None)
+                    yield Encoded([event])
+                case _:
+                    yield Encoded([event])
         except Exception as error:
             logger.exception("encoding failed")
-            return Encoded([SlotFailed(event.slot, f"encoding failed: {error}")])
+            yield Encoded([SlotFailed(event.slot, f"encoding failed: {error}")])
 
-    def _encode(self, event: Event) -> Encoded:
-        match event:
-            case FramePcm():
-                return self._encode_frames(event)
-            case TurnEnd():
-                return self._encode_tail(event)
-            case SlotClosed():
-                self._streams.pop(event.slot.idx, None)
-        return Encoded([event])
-
-    def _encode_frames(self, event: FramePcm) -> Encoded:
+    def _encode_frames(self, event: FramePcm) -> Iterator[Encoded]:
         stream = self._streams.get(event.slot.idx)
         if stream is None or not self._slots.is_current(event.slot):
-            return Encoded([], Tally(num_stale=event.num_frames))
+            yield Encoded([], Tally(num_stale=event.num_frames))
+            return
         started_s = time.perf_counter()
-        if not stream.is_at(event.slot, event.turn_id):
+        is_start = not stream.is_at(event.slot, event.turn_id)
+        if is_start:
             stream.start_turn(event.slot, event.turn_id)
         stream.segment = event.segment
         stream.num_frames += event.num_frames
-        packets = stream.encoder.push(event.pcm)
+        packets = stream.encoder.push(event.pcm, max_packets=1 if is_start else None)
         stream.encoded(len(event.pcm), self._codec_rate, time.perf_counter())
-        audio = EncodedAudio(
-            event.slot,
-            event.turn_id,
-            event.segment,
-            event.first_frame,
-            event.num_frames,
-            packets,
-            is_last=False,
-            num_samples=stream.encoder.num_samples,
-            encoded_ns=time.perf_counter_ns(),
-        )
-        return Encoded([audio], _tally(packets, started_s, event.num_frames))
+        yield _encoded(stream, event, packets, started_s, event.num_frames)
+        if is_start:
+            started_s = time.perf_counter()
+            yield _encoded(stream, event, stream.encoder.rest(), started_s, num_frames=0)
 
     def _encode_tail(self, event: TurnEnd) -> Encoded:
         """What the turn's end pushes out of the encoder, before the end itself."""
@@ -150,6 +145,27 @@ class Encoders:
         )
         stream.turn_id = -1
         return Encoded([tail, event], _tally(packets, started_s))
+
+
+def _encoded(
+    stream: _Stream,
+    frames: FramePcm,
+    packets: tuple[EncodedPacket, ...],
+    started_s: float,
+    num_frames: int,
+) -> Encoded:
+    audio = EncodedAudio(
+        frames.slot,
+        frames.turn_id,
+        frames.segment,
+        frames.first_frame,
+        num_frames,
+        packets,
+        is_last=False,
+        num_samples=stream.encoder.num_samples,
+        encoded_ns=time.perf_counter_ns(),
+    )
+    return Encoded([audio], _tally(packets, started_s, num_frames))
 
 
 def _tally(packets: tuple[EncodedPacket, ...], started_s: float, num_frames: int = 0) -> Tally:

@@ -30,7 +30,7 @@ class EncodedAudio:
     turn_id: int
     segment: int
     first_frame: int  # counted within the turn, as in `FramePcm`
-    num_frames: int  # 0 for a tail that only flushes the encoder
+    num_frames: int  # 0 for packets of frames that were told before, as those of the tail are
     packets: tuple[EncodedPacket, ...]
     is_last: bool
     num_samples: int  # real audio of the turn in all packets so far, at the format's rate

@@ -144,3 +144,15 @@ def test_a_turn_that_ends_on_a_packet_border_ends_in_an_empty_packet() -> None:
     assert len(encoder.push(noise(960))) == 2
     assert encoder.finish() == (EncodedPacket(960, b""),)
     assert encoder.num_samples == 960
+
+
+def test_packets_that_are_held_back_come_with_the_rest() -> None:
+    """The same packets, the first of them sooner."""
+    pcm = np.sin(np.arange(4_096) * 0.05).astype(np.float32)
+    whole, parted = (AudioEncoder(AudioFormat(), 44_100) for _ in range(2))
+    expected = whole.push(pcm)
+    first = parted.push(pcm, max_packets=1)
+    assert len(first) == 1 and first + parted.rest() == expected
+    assert parted.rest() == ()
+    assert parted.finish() == whole.finish()
+    assert parted.num_samples == whole.num_samples
