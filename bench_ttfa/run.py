@@ -21,7 +21,8 @@ from clients.voices import list_voices
 from realtime.wire import SessionReady
 
 OPEN_LOOP_CONCURRENCY = 32  # arrivals that share one client process
-PACED_PER_PROCESS = 64  # sessions: 3,200 packets/s, about 0.4 of a core
+PACED_PER_PROCESS = 32  # sessions: 1,600 packets/s, about 0.2 of a core
+MAX_SESSIONS_PER_PROCESS = 8  # of closed loops, which are answered in bursts
 MAX_TURNS_PER_S = 4.0  # of one session, for which a timed level has texts
 UNPACED_MS = 600_000
 NUM_READY_PROBES = 20
@@ -65,7 +66,7 @@ class Config:
     connection: Connection
     kind: Kind = "mixed"
     warmup_turns: int = 2  # of each session (open loop: each process), before the measurement
-    sessions_per_process: int = 8
+    sessions_per_process: int = MAX_SESSIONS_PER_PROCESS
     keeps_going: bool = False  # to more paced streams than those whose continuity broke
 
 

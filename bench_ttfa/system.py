@@ -17,11 +17,16 @@ _ROOT = Path(__file__).resolve().parent.parent
 def describe_machine() -> dict[str, object]:
     return {
         "cpu": _cpu_model(),
-        "cpu_cores": len(os.sched_getaffinity(0)),
+        "cpu_cores": num_cores(),
         "memory_gib": round(_kib(Path("/proc/meminfo"), "MemTotal") / 2**20, 1),
         "gpus": _lines("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
         "os": platform.platform(),
     }
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def describe_software() -> dict[str, object]:

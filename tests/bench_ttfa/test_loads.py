@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench_ttfa import host, plot, run
-from bench_ttfa.__main__ import main
+from bench_ttfa.__main__ import main, sessions_per_process
 from bench_ttfa.references import closest, reference_voices
 from bench_ttfa.run import Config, Level, LevelResult, is_continuous, make_plans
 from bench_ttfa.worker import Connection, TurnRecord, WorkerResult
@@ -126,11 +126,17 @@ def test_a_failed_stream_is_not_continuous() -> None:
 
 def test_paced_plans_share_processes_and_keep_the_servers_lead() -> None:
     config = Config((), Connection("ws://x", None, AudioFormat(), 1, None, None))
-    plans = make_plans(Level("paced", 0, 130, seconds=10.0), config, TextSource(1))
-    assert [len(plan.loops) for plan in plans] == [64, 64, 2]
+    plans = make_plans(Level("paced", 0, 66, seconds=10.0), config, TextSource(1))
+    assert [len(plan.loops) for plan in plans] == [32, 32, 2]
     assert all(plan.is_paced and plan.seconds == 10.0 for plan in plans)
     assert plans[0].connection.max_lead_ms is None
-    assert plans[0].warmups == [[]] * 64
+    assert plans[0].warmups == [[]] * 32
+
+
+def test_sessions_share_a_process_where_cores_are_few() -> None:
+    assert sessions_per_process(64, num_cores=2) == 8
+    assert sessions_per_process(64, num_cores=32) == 4
+    assert sessions_per_process(1, num_cores=32) == 1
 
 
 async def test_references_are_found_or_made_and_made_ones_deleted(tmp_path: Path) -> None:
