@@ -52,6 +52,7 @@ class KvWriter:
         self._pieces: list[Piece] = []
         self._num_rows = 0
         self._members: dict[int, int] = {}  # slots that take part in it, with their urgency
+        self._written: set[int] = set()  # slots that it writes to: those keep their pages
         self._keys_to_add: set[bytes] = set()  # of prefixes that it completes
         self._after: list[Callable[[Event], None]] = []
         self._stuck: set[int] = set()  # slots that can do nothing until something happens
@@ -97,10 +98,11 @@ class KvWriter:
     def flush(self) -> None:
         """Launch the call; then do what had to wait for it (`after`)."""
         pieces, after = self._pieces, self._after
-        self._pieces, self._after, self._members = [], [], {}
+        self._pieces, self._after, self._members, self._written = [], [], {}, set()
         self._num_rows, self._limit, self._keys_to_add = 0, self._max_rows, set()
         if pieces:
             self.runner.write(pieces)
+            self.try_again()  # who was written to may give up pages from now on
         if after:
             written = Event(self._device)
             written.record()
@@ -122,6 +124,7 @@ class KvWriter:
     def _add(self, tenant: Tenant, rows: Tensor | None, start: int, stop: int) -> None:
         if stop > start:
             self._pieces.append(Piece(tenant.slot.idx, start, rows, stop - start))
+            self._written.add(tenant.slot.idx)
             self._num_rows += stop - start
             self.num_positions += stop - start
 
@@ -253,7 +256,7 @@ class KvWriter:
             for tenant in tenants
             if tenant.slot.idx != needy
             and not tenant.is_under_way
-            and tenant.slot.idx not in self._members
+            and tenant.slot.idx not in self._written
             and self._has_pages(tenant)
         ]
         victim = max(idle, key=Tenant.urgency, default=None)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from realtime.pingpong.device import Event
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
 from realtime.pingpong.messages import OpenSlot, SetText, SlotFailed, SlotRef, TurnEnd
 from realtime.pingpong.prefill_rows import Piece
+from realtime.pingpong.steps import Join, Returned
 from tests.support.engine import open_slot, running, sampling, speak, start_turn, tiny_model, voice
 
 TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
@@ -41,8 +43,19 @@ class Calls:
         self.engine.submit(OpenSlot(slot, (voice(seed),), "", sampling(seed), 1000))
         return slot
 
-    def say(self, slot: SlotRef, text: str, *, is_closed: bool = True) -> None:
-        self.engine.submit(SetText(slot, 0, 0, text, is_closed))
+    def say(self, slot: SlotRef, text: str, segment: int = 0, *, is_closed: bool = True) -> None:
+        self.engine.submit(SetText(slot, 0, segment, text, is_closed))
+
+    def take_joins(self) -> list[Join]:
+        return self.engine._decode.inbox.take_all()
+
+    def give_back(self, join: Join, num_frames: int = 3) -> None:
+        """As decode does."""
+        kv = (join.position + 1, join.position + 1 + num_frames)
+        stepped = Event(torch.device("cpu"))
+        self.prefill.inbox.put(
+            Returned(join.slot, join.turn_id, join.segment, num_frames, *kv, stepped)
+        )
 
     def run(self) -> list[list[Piece]]:
         """What is written until there is nothing to do."""
@@ -136,6 +149,24 @@ def test_pages_that_the_call_writes_are_nobody_elses() -> None:
         shared = [page for page in pages if page in prefixes.pages]
         assert len(set(pages)) >= len(pages) - len(shared)
     assert all(tenant.prefix is not None for tenant in calls.prefill._tenants.values())
+
+
+def test_who_is_behind_in_the_line_gives_its_pages_to_the_head() -> None:
+    """Although its text is more urgent, and was looked at first."""
+    calls = Calls(max_positions=256, kv_pages=1 + 34)
+    first = calls.open(0)
+    calls.run()
+    calls.say(first, "one.")
+    calls.say(first, "two.", segment=1)
+    calls.run()
+    (join,) = calls.take_joins()
+    second = calls.open(1)
+    assert not calls.run() and calls.prefill.kv.memory.num_waiting == 1
+    calls.give_back(join)
+    calls.run()
+    assert calls.prefill._tenants[second.idx].prefix is not None
+    (join,) = calls.take_joins()
+    assert (join.slot, join.segment) == (first, 1)
 
 
 def test_growing_texts_do_not_take_each_others_pages_in_turn_for_ever() -> None:
