@@ -168,7 +168,10 @@ def test_eight_bits_stay_close_when_the_weights_are_exact():
     assert 1e-4 < error < E4M3_ERROR
 
 
-def test_a_quantised_model_is_the_model_quantised_on_loading():
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_quantised_model_is_the_model_quantised_on_loading(is_wide, monkeypatch):
+    monkeypatch.setattr(dual_ar_cuda, "has_room", lambda blocks: is_wide)
+    monkeypatch.setitem(dual_ar_cuda.MOST_NARROW_ROWS, "bsfp8", 0 if is_wide else 128)
     source = rounded_to_e4m3()
     quantised = DualAR(
         embedded_like_config(), torch.device("cpu"), torch.float32, is_quantised=True
