@@ -38,6 +38,10 @@ class Event:
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
 
+    def is_over(self) -> bool:
+        """Whether the marked work is done; never blocks."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def wait_on_host(self) -> None:
         """Block the calling thread until the marked work is done."""
         if self._event is not None:

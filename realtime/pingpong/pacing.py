@@ -10,6 +10,7 @@ from typing import NamedTuple
 from realtime.pingpong.messages import SlotRef
 
 _LEAST_LEAD_NS = 20_000_000  # what a call, the encoder and the socket may take; no chunk waits then
+_URGENT_LEAD_NS = 100_000_000
 _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
 
 
@@ -115,6 +116,7 @@ class CallPlan(NamedTuple):
     chunk: int
     slots: list[int]
     due_in_ns: int | None
+    is_urgent: bool = False  # somebody has little to hear
 
 
 def next_call(
@@ -149,7 +151,8 @@ def next_call(
     by_deadline = sorted(due, key=lambda slot: waiting[slot].lead_ns)
     chunk = due[by_deadline[0]]
     slots = [slot for slot in by_deadline if due[slot] == chunk]
-    return CallPlan(chunk, slots[: max_streams(chunk)], 0)
+    is_urgent = waiting[slots[0]].lead_ns < _URGENT_LEAD_NS
+    return CallPlan(chunk, slots[: max_streams(chunk)], 0, is_urgent)
 
 
 def _power_of_two(number: int) -> int:

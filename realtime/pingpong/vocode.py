@@ -13,13 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from model.speech_model import SpeechModel
-from realtime.pingpong.codec_calls import Call, CodecRunner
+from realtime.pingpong.codec_calls import RING_FRAMES, Call, CodecRunner
 from realtime.pingpong.device import VOCODE_PRIORITY, stream_scope
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import (
@@ -34,6 +35,8 @@ from realtime.pingpong.messages import (
 from realtime.pingpong.pacing import CallPlan, ClockTable, PlaybackClock, Waiting, next_call
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
+
+_POLL_S = 0.0005  # how late a call may be read, while more steps may come
 
 
 @dataclass(slots=True)
@@ -63,6 +66,12 @@ class _Voice:
         return num_frames
 
 
+class _InFlight(NamedTuple):
+    call: Call
+    plan: CallPlan
+    rows: list[tuple[_Voice, StepRow]]  # of each slot, with the first of its frames
+
+
 class VocodeLoop:
     """One queue item at a time (`step`), so that tests can drive it without a thread."""
 
@@ -81,7 +90,7 @@ class VocodeLoop:
         self._free = free
         self._sink = sink
         self._voices = [_Voice(idx) for idx in range(num_slots)]
-        self._in_flight: deque[tuple[Call, int, list[tuple[_Voice, StepRow]]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._clocks = ClockTable(num_slots)
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
         self._frame_samples = model.codec.frame_samples
@@ -107,8 +116,8 @@ class VocodeLoop:
             self._say_events(self._voices[item.slot.idx])
         self.host_ns += time.perf_counter_ns() - begun_ns
         if self._device.type == "cpu":
-            while self._call(self._plan()) or self._in_flight:
-                self._read_oldest()
+            while self._work():
+                pass
 
     # ------------------------------------------------------------------ in
 
@@ -130,6 +139,8 @@ class VocodeLoop:
             else:  # a pause counts as real time
                 gap_ns = min(now_ns - voice.put_ns, self._frame_ns)
                 voice.interval_ns += (gap_ns - voice.interval_ns) // (1 if voice.num_put < 2 else 2)
+            while voice.num_put - voice.num_called >= RING_FRAMES:
+                self._work()
             voice.put_ns = now_ns
             places.append(self.runner.place(voice.idx, voice.num_put))
             voice.num_put += 1
@@ -138,7 +149,7 @@ class VocodeLoop:
             step.stepped.wait_on_stream()
             if fresh:
                 self.runner.begin(fresh)
-            self.runner.put(step.codes[: len(places)], places)
+            self.runner.put(step.codes, places)
         step.copied.record()
         for voice, row in live:
             voice.queue.append(row)
@@ -175,21 +186,39 @@ class VocodeLoop:
     # ------------------------------------------------------------------ calls
 
     def _advance(self) -> float | None:
-        """Give the device what is due, and read a call if nothing else is to do. Returns how long
-        the inbox may be waited for."""
+        """Give the device what is due, and say what has come. Returns how long the inbox may be
+        waited for."""
         begun_ns = time.perf_counter_ns()
         plan = self._plan()
-        has_called = False
-        while self.runner.can_call and self._call(plan):
-            has_called = True
+        while self._may_call(plan):
+            self._call(plan)
             plan = self._plan()
         self.host_ns += time.perf_counter_ns() - begun_ns
-        if self._in_flight and (not has_called or not self.runner.can_call):
+        while self._in_flight and self._in_flight[0].call.is_over():
+            self._read_oldest()
+        if self._may_call(plan):
+            return 0.0
+        if self._in_flight:
+            if not self._in_flight[0].plan.is_urgent:
+                return _POLL_S  # steps that come meanwhile may be urgent
             self._read_oldest()
             return 0.0
-        if self._in_flight or plan.slots:
-            return 0.0
         return None if plan.due_in_ns is None else plan.due_in_ns / 1e9 + 1e-4
+
+    def _may_call(self, plan: CallPlan) -> bool:
+        """One call runs, and behind it only one that is urgent: it never waits for two."""
+        has_room = not self._in_flight or (plan.is_urgent and self.runner.can_call)
+        return bool(plan.slots) and has_room
+
+    def _work(self) -> bool:
+        """Read a call, else make one, whatever waits; False if there is neither."""
+        if self._in_flight:
+            self._read_oldest()
+            return True
+        plan = self._plan()
+        if plan.slots:
+            self._call(plan)
+        return bool(plan.slots)
 
     def _plan(self) -> CallPlan:
         now_ns = time.perf_counter_ns()
@@ -213,10 +242,7 @@ class VocodeLoop:
             max_streams=self.runner.max_streams,
         )
 
-    def _call(self, plan: CallPlan) -> bool:
-        """Enqueue a planned call; False if there is nothing to call for."""
-        if not plan.slots:
-            return False
+    def _call(self, plan: CallPlan) -> None:
         rows, places = [], []
         for idx in plan.slots:
             voice = self._voices[idx]
@@ -228,17 +254,17 @@ class VocodeLoop:
                 places.append(self.runner.place(idx, voice.num_called))
                 voice.num_called += 1
             voice.num_in_flight += plan.chunk
-        self._in_flight.append((self.runner.call(plan.slots, places, plan.chunk), plan.chunk, rows))
+        call = self.runner.call(plan.slots, places, plan.chunk)
+        self._in_flight.append(_InFlight(call, plan, rows))
         self.num_calls += 1
-        return True
 
     # ------------------------------------------------------------------ out
 
     def _read_oldest(self) -> None:
-        call, chunk, rows = self._in_flight.popleft()
-        pcm, is_pinned = call.wait(), self._device.type == "cuda"
+        call, plan, rows = self._in_flight.popleft()
+        pcm, chunk, is_pinned = call.wait(), plan.chunk, self._device.type == "cuda"
         begun_ns = time.perf_counter_ns()
-        for (voice, row), samples in zip(rows, pcm.numpy(), strict=True):
+        for (voice, row), samples in zip(rows, pcm, strict=True):
             voice.num_in_flight -= chunk
             if self._slots.is_current(row.slot):
                 # Pinned memory is used again; what the CPU made is the receiver's.

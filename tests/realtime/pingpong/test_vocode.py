@@ -1,12 +1,13 @@
 """The vocode thread with a codec whose samples say which frame of which stream they are."""
 
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from realtime.pingpong.codec_calls import MAX_CALLS, CodecRunner
+from realtime.pingpong.codec_calls import MAX_CALLS, RING_FRAMES, Call, CodecRunner
 from realtime.pingpong.device import Event as DeviceEvent
 from realtime.pingpong.messages import EngineWarning, FramePcm, SegmentEnd, TurnEnd
 from realtime.pingpong.slots import Slots
@@ -73,6 +74,29 @@ class Bench:
             if isinstance(event, FramePcm) and event.slot == slot
             for i, sample in enumerate(event.pcm)
         ]
+
+
+class DeviceBench(Bench):
+    """A device whose calls take a while: they are over at the next look but one."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.looks = Counter()
+        monkeypatch.setattr(Call, "is_over", lambda call: self.is_over(call))
+        self.loop._device = SimpleNamespace(type="other")
+
+    def is_over(self, call):
+        self.looks[call] += 1
+        if self.looks[call] > 2:
+            del self.looks[call]
+            return True
+        return False
+
+    def advance(self):
+        wait_s = self.loop._advance()
+        plans = [flight.plan for flight in self.loop._in_flight]
+        assert len(plans) <= MAX_CALLS and all(plan.is_urgent for plan in plans[1:])
+        return wait_s
 
 
 def row(slot, frame, turn_id=0, segment=0, first_frame=0, is_limit=False):
@@ -191,7 +215,7 @@ def random_calls(runner, codes, seed):
         places = [runner.place(s, called[s] + i) for s in slots for i in range(chunk)]
         call = runner.call(slots, places, chunk)
         for s, samples in zip(slots, call.wait(), strict=True):
-            pcm[s].append(samples.clone())
+            pcm[s].append(torch.from_numpy(samples.copy()))
             called[s] += chunk
         runner.done(call)
     return torch.stack([torch.cat(pieces) for pieces in pcm])
@@ -230,3 +254,38 @@ def test_a_call_waits_for_nothing():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert call.wait().abs().max() > 0
+
+
+def test_calls_in_flight_lose_nothing_and_one_that_is_not_urgent_runs_alone(monkeypatch):
+    rng, bench = random.Random(2), DeviceBench(monkeypatch)
+    slots = [bench.slots.acquire() for _ in range(NUM_SLOTS)]
+    wanted = [[] for _ in slots]
+    for frame in range(120):
+        rows = [(row(slot, frame), rng.randrange(1000)) for slot in slots]
+        for frames, (_, code) in zip(wanted, rows, strict=True):
+            frames.append((0, frame, code + 1000 * frame))
+        bench.step(*rows)
+        for _ in range(rng.randint(0, 3)):
+            bench.advance()
+    ends = [row(slot, 120) for slot in slots]
+    bench.step(*[(end, 0) for end in ends], ends=ends)
+    bench.loop.step(TurnEnd(slots[0], 0, 120, {}, 0, 0.0))
+    while bench.advance() is not None:
+        pass
+    assert [bench.pcm(slot) for slot in slots] == wanted
+    assert isinstance(bench.events[-1], TurnEnd) or SegmentEnd in map(type, bench.events[-3:])
+    assert len(bench.loop.runner._calls) == MAX_CALLS and 8 in bench.codec.chunks
+
+
+def test_frames_that_wait_are_not_written_over(monkeypatch):
+    """However late the thread is, there is room for what comes, or calls are made first."""
+    bench = DeviceBench(monkeypatch)
+    slot = bench.slots.acquire()
+    for frame in range(3 * RING_FRAMES):
+        bench.step((row(slot, frame), frame))  # and never looks after its calls
+    end = row(slot, 3 * RING_FRAMES)
+    bench.step((end, 0), ends=[end])
+    while bench.advance() is not None:
+        pass
+    frames = range(3 * RING_FRAMES)
+    assert bench.pcm(slot) == [(0, frame, frame + 1000 * frame) for frame in frames]
