@@ -30,7 +30,7 @@ from realtime.session.actions import EncodedAudio
 from realtime.wire import AudioFormat
 
 OPUS = AudioFormat()
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Rig:
