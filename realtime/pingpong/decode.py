@@ -174,7 +174,7 @@ class DecodeLoop:
         buffer.started.record()
         frame = self.frames.launch([stream.join.slot.idx for stream in streams])
         buffer.copied.wait_on_stream()
-        buffer.codes[:num_rows].copy_(frame.codes[:num_rows])
+        buffer.first_codes(len(frame.codes)).copy_(frame.codes)
         buffer.stepped.record()
         buffer.rows = [self._row(stream, now_ns) for stream in streams]
         self.num_steps += 1

@@ -41,6 +41,7 @@ class FrameRunner:
         self._listed = [self.state.dummy_slot] * num_slots  # what `_slots` holds
         self._slots = torch.tensor(self._listed, device=device)
         self._is_end = host_buffer((num_slots,), torch.bool, device)
+        self._ends = self._is_end.numpy()  # reading it gives the GIL to nobody
         self._chosen = Event(device, is_external=True)
         self._upload_slots = Upload(8 * num_slots, device)
         self._upload_starts = Upload(_MAX_START_BYTES * num_slots, device)
@@ -76,7 +77,7 @@ class FrameRunner:
     def read_ends(self, num_rows: int) -> list[bool]:
         """Which of the last launch's rows have reached the end. Waits for its slow AR only."""
         self._chosen.wait_on_host()
-        ends: list[bool] = self._is_end[:num_rows].tolist()
+        ends: list[bool] = self._ends[:num_rows].tolist()
         return ends
 
     def _list(self, slots: list[int]) -> None:

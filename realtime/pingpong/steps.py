@@ -70,3 +70,10 @@ class StepBuffer:
     copied: Event
     rows: list[StepRow] = field(default_factory=list)
     is_end: list[bool] = field(default_factory=list)
+    _views: dict[int, Tensor] = field(default_factory=dict)
+
+    def first_codes(self, num_rows: int) -> Tensor:
+        """The first rows of `codes`; made once, for making it gives the GIL away."""
+        if num_rows not in self._views:
+            self._views[num_rows] = self.codes[:num_rows]
+        return self._views[num_rows]

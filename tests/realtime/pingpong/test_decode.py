@@ -1,5 +1,7 @@
 """The decode loop: what it launches, when it looks, and that nobody hears who else is there."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -90,8 +92,10 @@ def test_streams_that_join_together_are_one_write(monkeypatch: pytest.MonkeyPatc
         decode, sizes = engine._decode, []
         start, take = decode.frames.start, decode.inbox.take_all
         joins: list = []
+        is_patched = threading.Event()
 
         def take_when_all_are_there(timeout_s: float | None = 0.0) -> list:
+            is_patched.set()
             joins.extend(take(timeout_s))
             ready = joins.copy() if len(joins) >= 4 or sizes else []
             del joins[: len(ready)]
@@ -104,6 +108,7 @@ def test_streams_that_join_together_are_one_write(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(decode.inbox, "take_all", take_when_all_are_there)
         monkeypatch.setattr(decode.frames, "start", started)
         decode.inbox.poke()
+        assert is_patched.wait(10)
         for slot in slots:
             start_turn(engine, slot, 0, "hello.")
         for slot in slots:
