@@ -5,6 +5,8 @@ slot at consecutive positions; both go through the same blocks and the same pack
 dispatches on the device, so this runs on a CPU as well (through the ops' PyTorch definitions),
 where it is tested against the eager model.
 
+Many rows at once leave the packed weights alone and go through plain ones (`model.wide_rows`).
+
 With kind "bsfp8" the matrices of the blocks are e4m3 with a scale per 128x128 block, and what they
 multiply is quantised per 128 values of a row by the op that makes it. Embeddings, norms, heads and
 the projection between the stacks stay in the model's dtype.
