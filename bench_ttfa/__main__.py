@@ -136,6 +136,12 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--texts", choices=KINDS, default="mixed", help="default: mixed")
     load.add_argument(
+        "--chars",
+        type=_positive_int,
+        metavar="N",
+        help="of each text, about, at every level (default: as they come, 60 to 250)",
+    )
+    load.add_argument(
         "--words-per-s", type=_positive_float, help="stream the text at this pace (default: whole)"
     )
     load.add_argument("--voice", help="default: the server's")
@@ -233,13 +239,18 @@ def _connection(args: argparse.Namespace, url: str) -> Connection:
 
 
 def _config(args: argparse.Namespace, connection: Connection, voices: dict[float, str]) -> Config:
+    num_chars = args.chars
     closed = partial(Level, "closed", int(args.turns), seconds=args.seconds)
+    paced = partial(Level, "paced", 0, seconds=args.paced_seconds, num_chars=num_chars)
+    opened = partial(Level, "open", num_chars=num_chars)
     levels = [
-        *(closed(concurrency=c) for c in _concurrencies(args)),
-        *(Level("open", _open_turns(args, rate), rate_per_s=rate) for rate in args.rate),
-        *(Level("paced", 0, concurrency=n, seconds=args.paced_seconds) for n in sorted(args.paced)),
+        *(closed(concurrency=c, num_chars=num_chars) for c in _concurrencies(args)),
+        *(opened(_open_turns(args, rate), rate_per_s=rate) for rate in args.rate),
+        *(paced(concurrency=n) for n in sorted(args.paced)),
         *(
-            closed(concurrency=1, voice=voice, axis="reference, s", value=length_s)
+            closed(
+                concurrency=1, voice=voice, num_chars=num_chars, axis="reference, s", value=length_s
+            )
             for length_s, voice in sorted(voices.items())
         ),
         *(

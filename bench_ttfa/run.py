@@ -250,10 +250,8 @@ def _turns_of_each(level: Level) -> list[int]:
 
 def _open_plans(level: Level, config: Config, texts: TextSource) -> list[Plan]:
     times_s = poisson_arrivals_s(level.rate_per_s, level.num_turns, config.connection.seed)
-    arrivals = [
-        Arrival(after_s, text)
-        for after_s, text in zip(times_s, texts.take(level.num_turns), strict=True)
-    ]
+    said = texts.take(level.num_turns, level.num_chars)
+    arrivals = [Arrival(after_s, text) for after_s, text in zip(times_s, said, strict=True)]
     num_processes = math.ceil(level.rate_per_s / OPEN_LOOP_CONCURRENCY)
     return [
         Plan(

@@ -64,6 +64,13 @@ def test_lengths_and_stages(tmp_path, capsys) -> None:
     assert "api_key" not in json.dumps(summary)
 
 
+def test_every_text_has_the_length_that_is_asked_for(tmp_path) -> None:
+    options = ["2", "--rate", "20", "--chars", "42", "--turns", "6", "--warmup", "0"]
+    summary = sweep(tmp_path, *options)
+    lengths = [turn["num_chars"] for level in summary["levels"] for turn in level["turns"]]
+    assert len(lengths) == 12 and all(25 < length <= 43 for length in lengths)
+
+
 def test_a_level_of_seconds_begins_no_turn_after_them(tmp_path) -> None:
     assert main(["-c", "2", "--seconds", "1", "--warmup", "0", "--out", str(tmp_path), *TONE]) == 0
     (level,) = json.loads(next(tmp_path.glob("*.json")).read_text())["levels"]
