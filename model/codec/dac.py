@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from model.codec.checkpoint import Weights
 from model.codec.config import DacConfig, TransformerConfig
-from model.codec.dac_fused import FusedDecoder, fits_kernels
+from model.codec.dac_fused import MAX_PASS_FRAMES, FusedDecoder, fits_kernels, pass_sizes
 from model.codec.dac_layers import (
     CausalConv,
     CausalTransposedConv,
@@ -29,9 +29,6 @@ from model.codec.dac_layers import (
     WindowTransformer,
 )
 from ops import codec as ops
-
-# Frames per pass over a long clip: bounds memory, and one pass' activations stay in cache.
-MAX_PASS_FRAMES = 16
 
 _DILATIONS = (1, 3, 9)
 
@@ -393,14 +390,6 @@ class _DecoderBlock:
         for unit in self.units:
             x = unit(x, history)
         return x
-
-
-def pass_sizes(num_frames: int) -> list[int]:
-    """Frames of each pass over a clip: powers of two, as the kernels' tiles want them."""
-    sizes, size = [MAX_PASS_FRAMES] * (num_frames // MAX_PASS_FRAMES), MAX_PASS_FRAMES
-    while size := size // 2:
-        sizes += [size] if num_frames & size else []
-    return sizes
 
 
 def _f32(weights: Weights, tensor: Tensor) -> Tensor:

@@ -16,6 +16,9 @@ from ops import codec as ops
 from ops import codec_unit as units_of
 from ops.codec_conv import Conv, ConvOut, Streams, conv, pack_conv
 
+# Frames per pass over a long clip: bounds memory, and one pass' activations stay in cache.
+MAX_PASS_FRAMES = 16
+
 _DILATIONS = (1, 3, 9)
 _KERNEL = 7
 
@@ -32,6 +35,14 @@ def fits_kernels(config: DacConfig) -> bool:
         and config.latent_dim <= 1024
         and config.decoder_dim % (48 << num_halvings) == 0  # of the last convolution
     )
+
+
+def pass_sizes(num_frames: int) -> list[int]:
+    """Frames of each pass over a clip: powers of two, as the kernels' tiles want them."""
+    sizes, size = [MAX_PASS_FRAMES] * (num_frames // MAX_PASS_FRAMES), MAX_PASS_FRAMES
+    while size := size // 2:
+        sizes += [size] if num_frames & size else []
+    return sizes
 
 
 class FusedDecoder:

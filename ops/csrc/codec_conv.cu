@@ -1,5 +1,6 @@
 // Causal convolution over streams as one matrix product, channels last:
-//   y[b, t, n] = bias[n] + sum over taps j, channels c of in[b, t - (kTaps - 1 - j) * dilation, c] * weight[n, j, c]
+//   y[b, t, n] = bias[n] + sum over taps j, channels c of
+//                          in[b, t - (num_taps - 1 - j) * dilation, c] * weight[n, j, c]
 // with what lies before a stream's first step taken from its history. Linear layers are the case of
 // one tap; transposed convolutions that of two taps and `stride` times the columns.
 //
@@ -42,9 +43,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const __half** sources =  // [slab_rows]
       reinterpret_cast<const __half**>(shared + (slabs - base) + num_slabs * slab_bytes);
   const int rank = blockIdx.z;  // in the cluster
-  const int num_blocks = (channels + CB - 1) / CB / num_splits, num_tiles = padded_products / 64 / num_splits;
+  const int num_blocks = (channels + CB - 1) / CB / num_splits;
+  const int num_tiles = padded_products / 64 / num_splits;
   const int pitch = num_tiles * num_splits;
-  const __half* piece = weight + (i64(first_column / 32) * pitch + rank * num_tiles) * (kPieceBytes / 2);
+  const __half* piece =
+      weight + (i64(first_column / 32) * pitch + rank * num_tiles) * (kPieceBytes / 2);
   const WeightStream weights{
       base, tiles, piece, num_tiles, min(BN / 32, (columns - first_column + 31) / 32), pitch};
 
@@ -56,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         int row = i / (CB / 8), chunk = i % (CB / 8);
         const __half* source = sources[row];
         if (source)
-          copy16(slab + row * kSlabStride + chunk * 16, source + (rank * num_blocks + next_block) * CB + chunk * 8);
+          copy16(slab + row * kSlabStride + chunk * 16,
+                 source + (rank * num_blocks + next_block) * CB + chunk * 8);
       }
       next_block++, next_slab = next_slab + 1 == num_slabs ? 0 : next_slab + 1;
     }

@@ -276,9 +276,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       weights[tap][c] = weight[tap * CHANNELS + lane * kChannelsPerLane + c];
   wait_for_previous_kernels();
   let_next_kernel_start();
-  const __half2* past = reinterpret_cast<const __half2*>(history + slots[stream] * history_values + history_start);
-  __half2* next = reinterpret_cast<__half2*>(new_history + i64(stream) * history_values + history_start);
-  const __half2* source = reinterpret_cast<const __half2*>(in) + i64(stream) * num_steps * (CHANNELS / 2);
+  const __half2* past = reinterpret_cast<const __half2*>(
+      history + slots[stream] * history_values + history_start);
+  __half2* next =
+      reinterpret_cast<__half2*>(new_history + i64(stream) * history_values + history_start);
+  const __half2* source =
+      reinterpret_cast<const __half2*>(in) + i64(stream) * num_steps * (CHANNELS / 2);
   float sums[kPast + 1] = {};  // of the samples from the row's on
 #pragma unroll 1
   for (int begin = -kPast; begin < kRun; begin += kPast + 1) {
@@ -291,7 +294,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         int column = lane * kPairs + c;
         rows[i][c] = __half2half2(__ushort_as_half(0));
         if (t < num_steps && begin + i < kRun)
-          rows[i][c] = t >= 0 ? source[i64(t) * (CHANNELS / 2) + column] : past[(kPast + t) * (CHANNELS / 2) + column];
+          rows[i][c] = t >= 0 ? source[i64(t) * (CHANNELS / 2) + column]
+                              : past[(kPast + t) * (CHANNELS / 2) + column];
       }
     }
 #pragma unroll

@@ -5,8 +5,8 @@ turn's end never overtakes its last frame. Only the `SlotFailed` of an engine th
 it: this thread may be the one that is gone.
 
 A frame is decoded at once while its listener needs it, and together with the next ones while they
-have enough to hear (`pacing.next_call`): more frames per call cost less each. The device has the next
-call before the host waits for the one before it.
+have enough to hear (`pacing.next_call`): more frames per call cost less each. While a call runs the
+thread takes what comes, and who has little to hear is called for next.
 """
 
 import time
@@ -93,7 +93,6 @@ class VocodeLoop:
         self._in_flight: deque[_InFlight] = deque()
         self._clocks = ClockTable(num_slots)
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
-        self._frame_samples = model.codec.frame_samples
         self.num_frames = 0
         self.num_calls = 0
         self.host_ns = 0  # of this thread's work, without waiting
@@ -126,24 +125,14 @@ class VocodeLoop:
         now_ns = time.perf_counter_ns()
         fresh, places, live = [], [], []
         for row, is_end in zip(step.rows, step.is_end, strict=True):
-            voice = self._voices[row.slot.idx]
             if is_end or not self._is_wanted(row):
                 places.append(self.runner.place(self.runner.dummy_slot, 0))
                 continue
+            voice = self._voices[row.slot.idx]
             if row.first_frame + row.frame == 0:
-                self._drop_stale(voice)
-                voice.num_put = voice.num_called = 0
-                voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
-                voice.interval_ns = self._frame_ns
+                self._begin(voice, row)
                 fresh.append(voice.idx)
-            else:  # a pause counts as real time
-                gap_ns = min(now_ns - voice.put_ns, self._frame_ns)
-                voice.interval_ns += (gap_ns - voice.interval_ns) // (1 if voice.num_put < 2 else 2)
-            while voice.num_put - voice.num_called >= RING_FRAMES:
-                self._work()
-            voice.put_ns = now_ns
-            places.append(self.runner.place(voice.idx, voice.num_put))
-            voice.num_put += 1
+            places.append(self._place(voice, now_ns))
             live.append((voice, row))
         if live:
             step.stepped.wait_on_stream()
@@ -157,6 +146,27 @@ class VocodeLoop:
             if (is_end or row.is_limit) and self._is_wanted(row):
                 self._end_segment(row, is_end)
         self._free(step)
+
+    def _begin(self, voice: _Voice, row: StepRow) -> None:
+        """A turn's first frame: its stream starts again."""
+        self._drop_stale(voice)
+        while voice.num_waiting:  # of the turn before
+            self._work()
+        voice.num_put = voice.num_called = 0
+        voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
+
+    def _place(self, voice: _Voice, now_ns: int) -> int:
+        """Where the stream's next frame waits: one that is not taken."""
+        gap_ns = min(now_ns - voice.put_ns, self._frame_ns)  # a pause counts as real time
+        if voice.num_put < 2:
+            voice.interval_ns = gap_ns if voice.num_put else self._frame_ns
+        else:
+            voice.interval_ns += (gap_ns - voice.interval_ns) // 2
+        voice.put_ns = now_ns
+        while voice.num_put - voice.num_called >= RING_FRAMES:
+            self._work()
+        voice.num_put += 1
+        return self.runner.place(voice.idx, voice.num_put - 1)
 
     def _is_wanted(self, row: StepRow) -> bool:
         """Not stale, and not the surplus frame after the segment's end."""

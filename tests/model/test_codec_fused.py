@@ -10,8 +10,8 @@ import torch
 
 from model.codec.checkpoint import Weights
 from model.codec.config import DacConfig
-from model.codec.dac import DacCodec, pass_sizes
-from model.codec.dac_fused import fits_kernels
+from model.codec.dac import DacCodec
+from model.codec.dac_fused import fits_kernels, pass_sizes
 from tests.model.codec_reference import make_tensors, reference_decode
 
 RAW = {
