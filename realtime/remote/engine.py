@@ -167,6 +167,8 @@ class RemoteEngine:
         self._is_stopping = True
         atexit.unregister(self.stop)
         self._link.close()  # at which the process stops its engine and ends
+        if self._info is None:  # it is still loading and listens to nobody
+            self._process.kill()
         self._process.join(_STOP_S)
         if self._process.is_alive():
             logger.warning("%s does not end; killing its process", self._name)

@@ -1,5 +1,7 @@
 """Engines without a model, as functions that another process can call, and what is said to them."""
 
+import threading
+
 from realtime.errors import PlosiveError
 from realtime.pingpong.messages import (
     EndTurn,
@@ -27,6 +29,11 @@ def make_slow_tone(slots: Slots) -> ToneEngine:
 
 def refuse(slots: Slots) -> ToneEngine:
     raise PlosiveError("model_unusable", f"no engine with {slots.num_slots} slots")
+
+
+def load_forever(slots: Slots) -> ToneEngine:
+    threading.Event().wait()
+    raise AssertionError("nobody set it")
 
 
 def fall_over(slots: Slots) -> ToneEngine:

@@ -21,7 +21,15 @@ from realtime.pingpong.messages import (
 from realtime.pingpong.slots import Slots
 from realtime.remote.engine import MAX_WAITING_COMMANDS, RemoteEngine
 from tests.support.recorder import Recorder
-from tests.support.tones import fall_over, make_slow_tone, make_tone, opened, refuse, say
+from tests.support.tones import (
+    fall_over,
+    load_forever,
+    make_slow_tone,
+    make_tone,
+    opened,
+    refuse,
+    say,
+)
 
 VOICE = VoicePrompt("any", "a voice", np.zeros((1, 3), np.int32))
 
@@ -137,3 +145,12 @@ def test_stop_ends_the_process_whatever_it_does() -> None:
         os.kill(remote.pid or 0, 0)
     with pytest.raises(EngineError, match="stopped"):
         remote.submit(CloseSlot(slot))
+
+
+def test_stop_does_not_wait_for_an_engine_that_loads() -> None:
+    remote = RemoteEngine(load_forever, num_slots=1)
+    started_s = time.monotonic()
+    remote.stop()
+    assert time.monotonic() - started_s < 5.0
+    with pytest.raises(ProcessLookupError):
+        os.kill(remote.pid or 0, 0)
