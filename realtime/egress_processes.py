@@ -26,6 +26,7 @@ from typing import NamedTuple
 from realtime.deadline_queue import DeadlineQueue
 from realtime.egress import count, encoders_for
 from realtime.encoders import Encoders, LoopEvent, in_pieces
+from realtime.garbage import spare_what_is_loaded
 from realtime.metrics import Metrics
 from realtime.pingpong.api import SlotTable
 from realtime.pingpong.messages import Event, SlotClosed, SlotFailed, SlotRef
@@ -217,6 +218,7 @@ def run_worker(sock: socket.socket, codec_rate: int, generations: Generations) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     name_thread("plosive-encode")
+    spare_what_is_loaded()
     with contextlib.suppress(ConnectionError):
         _Work(sock, Encoders(codec_rate, Slots(len(generations), generations))).run()
     sys.stderr.flush()

@@ -35,6 +35,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "realtime.errors": (),
     "realtime.wire": ("realtime.errors",),
     "realtime.threads": (),
+    "realtime.garbage": (),
     "realtime.pingpong": (
         "ops",
         "model",
@@ -46,6 +47,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "realtime.pingpong.api": ("realtime.pingpong.messages",),
     "realtime.remote": (
         "realtime.errors",
+        "realtime.garbage",
         "realtime.threads",
         "realtime.pingpong.messages",
         "realtime.pingpong.api",
@@ -70,6 +72,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "realtime.__main__": ("realtime.cli",),
     "realtime": (
         "realtime.threads",
+        "realtime.garbage",
         "realtime.remote.link",
         "realtime.pingpong.slots",
         "realtime.wire",

@@ -24,6 +24,7 @@ from realtime.cli.placement import place
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
 from realtime.http_protocol import PlosiveHttp
+from realtime.garbage import spare_what_is_loaded
 from realtime.hub import Hub
 from realtime.opus import load_opuslib
 from realtime.pingpong import tone
@@ -279,6 +280,7 @@ async def _announce(
     except Exception as error:
         print(f"plosive: the model cannot be served: {error}", file=sys.stderr)
         raise
+    spare_what_is_loaded()
     url, ready_s = _url(config.host, sock), time.monotonic() - started_s
     if line := memory_line(engine.stats()):
         print(line, flush=True)

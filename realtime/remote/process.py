@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from realtime.errors import EngineError, PlosiveError
+from realtime.garbage import spare_what_is_loaded
 from realtime.pingpong.api import Engine, EngineInfo
 from realtime.pingpong.messages import CloseSlot, Command, Event, SlotFailed, SlotRef
 from realtime.pingpong.slots import Generations, Slots
@@ -150,6 +151,8 @@ class _Served:
         assert call.name in CALLS, call.name
         try:
             value: Any = getattr(self._engine, call.name)(*call.args)
+            if call.name == "warm_up":
+                spare_what_is_loaded()
         except Exception as error:  # raised again by the caller, in the server
             if not isinstance(error, PlosiveError):
                 logger.exception("%s failed", call.name)
