@@ -23,8 +23,8 @@ from realtime.cli.output_folder import progress_bar
 from realtime.cli.placement import place
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
-from realtime.http_protocol import PlosiveHttp
 from realtime.garbage import spare_what_is_loaded
+from realtime.http_protocol import PlosiveHttp
 from realtime.hub import Hub
 from realtime.opus import load_opuslib
 from realtime.pingpong import tone
