@@ -67,7 +67,11 @@ class _Words:
 
     def __init__(self, size: int, value: int, device: torch.device) -> None:
         self.words = torch.full((size,), value, device=device)
-        self._host = [host_buffer((size,), torch.int64, device) for _ in range(2)]
+        # On the CPU a call has run when it returns: the words themselves are written.
+        self._host = [
+            self.words if device.type == "cpu" else host_buffer((size,), torch.int64, device)
+            for _ in range(2)
+        ]
         for buffer in self._host:
             buffer.fill_(value)
         self._arrays = [buffer.numpy() for buffer in self._host]
@@ -82,8 +86,9 @@ class _Words:
         return self._arrays[self._turn]
 
     def send(self) -> None:
-        self.words.copy_(self._host[self._turn], non_blocking=True)
-        self._copied[self._turn].record()
+        if self.words is not self._host[self._turn]:
+            self.words.copy_(self._host[self._turn], non_blocking=True)
+            self._copied[self._turn].record()
 
 
 class CodecRunner:
