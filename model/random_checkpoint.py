@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -107,11 +109,16 @@ def _write_codec(
 
     for name, shape in plan.codec.items():
         file, size = str(scratch / name), math.prod(shape)
+        with Path(file).open("xb") as stream:  # a mapped page that finds the disk full is a SIGBUS
+            os.posix_fallocate(stream.fileno(), 0, 4 * size)
         weight = torch.from_file(file, shared=True, size=size, dtype=torch.float32).view(shape)
         draw_codec_weight(name, seed, weight)
         codec |= _published_codec_weight(name, weight)
         on_bytes(weight.nbytes)
-    torch.save(codec, folder / "codec.pth")
+    try:
+        torch.save(codec, folder / "codec.pth")
+    except RuntimeError as error:  # torch's word for what the system refused
+        raise OSError(errno.ENOSPC, f"cannot be written ({error})", "codec.pth") from error
     shutil.rmtree(scratch)
 
 
