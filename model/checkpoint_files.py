@@ -6,6 +6,7 @@ Files are mapped, not read. Every name is ours from here on, see `_PREFIXES`.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,15 +69,18 @@ def weight_files(path: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     try:
         weight_map = json.loads(_checked_head(index).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
+        names = sorted({os.fspath(name) for name in weight_map.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index}: is not an index of shards ({error!r}), expected an object "
             'with "weight_map": {tensor: file}; download it again'
         ) from error
     for name in names:
-        if Path(name).name != name:
-            raise CheckpointError(f"{index}: shard {name!r} lies outside the directory")
+        if Path(name).name != name or name in {"", ".", ".."}:
+            raise CheckpointError(
+                f"{index}: shard {name!r} lies outside the directory; expected the name of a file "
+                "beside the index"
+            )
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(

@@ -8,7 +8,7 @@ first is read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -87,15 +87,46 @@ def load_dual_ar(
     quantization = quantization_of(path)
     state = read_state(path, quantization)
     is_quantised = quantization is not None and quantization.format == "bsgemm"
-    model = DualAR(config, torch.device(device), dtype, is_quantised=is_quantised)
+    model = new_model(path, config, state, torch.device(device), dtype, is_quantised=is_quantised)
     expansions: list[Expansion] = []
     placed = list(placements(model, state, quantization, expansions))
     upload(fit(path, state, placed), model.device, on_bytes)
+    check_finite(path, [(placement.name, placement.target) for placement in placed])
     del placed, state
     while expansions:
         expansions.pop().run()
     model.finish_loading()
     return model.eval()
+
+
+def new_model(
+    path: Path,
+    config: DualARConfig,
+    state: Mapping[str, Stored],
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    is_quantised: bool = False,
+) -> DualAR:
+    """A model of the config's sizes, its weights undefined.
+
+    Raises:
+        CheckpointError: the sizes are none that these weights, or any memory, can have.
+    """
+    num_layers = config.slow.num_layers + config.fast.num_layers
+    if num_layers > len(state):  # each has several tensors; building a million layers takes minutes
+        raise CheckpointError(
+            f"{path}: config.json has {num_layers} layers (n_layer), the weights are {len(state)} "
+            "tensors; config and weights must come from the same checkpoint"
+        )
+    try:
+        return DualAR(config, device, dtype, is_quantised=is_quantised)
+    except (RuntimeError, TypeError, OverflowError) as error:  # what torch says of such sizes
+        why = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{path}: there is no room on {device} for a model of config.json's sizes ({why}); "
+            "use a larger device, or the config.json that came with the weights"
+        ) from error
 
 
 def quantization_of(path: Path) -> Quantization | None:
@@ -265,6 +296,36 @@ def fit(path: Path, state: Mapping[str, Stored], placed: list[Placement]) -> lis
             "config and weights must come from the same checkpoint"
         )
     return [Transfer(state[placement.name], placement.target) for placement in placed]
+
+
+def check_finite(where: Path, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse weights that are no numbers: they would be served, and every voice would be noise.
+
+    Raises:
+        CheckpointError: naming the tensors that hold a NaN or an infinity.
+    """
+    names, finite = [], []
+    for name, tensor in named:
+        names.append(name)
+        finite.append(_is_finite(tensor))
+    if not finite or bool((all_finite := torch.stack(finite)).all()):
+        return
+    bad = [name for name, is_fine in zip(names, all_finite.tolist(), strict=True) if not is_fine]
+    raise CheckpointError(
+        f"{where}: {len(bad)} of {len(names)} tensors hold values that are no finite numbers: "
+        f"{listed(bad)}; expected none; download the weights again, or ask who trained them"
+    )
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    """Whether all values are; bool [], where the tensor lies. Reads it once, needs no memory but for
+    8-bit ones."""
+    if tensor.dtype == torch.float8_e4m3fn:  # which has no infinity
+        return (tensor.view(torch.uint8) & 0x7F != 0x7F).all()
+    if tensor.dtype == torch.uint8:  # UE8M0
+        return (tensor != 0xFF).all()
+    low, high = torch.aminmax(tensor)
+    return low.isfinite() & high.isfinite()
 
 
 def _misfits(placement: Placement, tensor: Tensor) -> list[str]:

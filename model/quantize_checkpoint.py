@@ -18,10 +18,17 @@ from torch import Tensor
 
 from model.checkpoint_files import published_name, read_state, weight_files
 from model.config import DualARConfig
-from model.dual_ar import DualAR
 from model.errors import CheckpointError
 from model.layers import Block, Stack
-from model.loader import COMPUTED, complete_config, fit, placements, quantization_of
+from model.loader import (
+    COMPUTED,
+    check_finite,
+    complete_config,
+    fit,
+    new_model,
+    placements,
+    quantization_of,
+)
 from model.quantized import (
     CONFIG_FIELD,
     METADATA_KEY,
@@ -94,7 +101,7 @@ def plan_quantization(path: Path, format: Format) -> QuantizePlan:
     config = DualARConfig.from_file(path / "config.json")
     config = complete_config(config, path, config.end_id or 0)  # no shape depends on it
     state = read_state(path)
-    model = DualAR(config, torch.device("meta"), torch.bfloat16)
+    model = new_model(path, config, state, torch.device("meta"), torch.bfloat16)
     fit(path, state, list(placements(model, state)))
     schema = json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"]
     plan = QuantizePlan(
@@ -145,6 +152,9 @@ def write_quantized(
     Args:
         folder: exists and is empty.
         on_bytes: told how many bytes of weights were written since the last call.
+
+    Raises:
+        CheckpointError: a weight is no finite number.
     """
     scales: dict[str, Tensor] = {}
 
@@ -156,6 +166,7 @@ def write_quantized(
         else:
             tensor = plan.state[plan.names[entry.name]].tensor
             for rows in row_slices(entry.shape, entry.dtype.itemsize):
+                check_finite(plan.path, [(entry.name, tensor[rows])])
                 yield tensor[rows]
 
     def _quantised_pieces(name: str) -> Iterator[Tensor]:
@@ -163,6 +174,7 @@ def write_quantized(
         parts: list[Tensor] = []
         for rows in row_slices(shape, torch.bfloat16.itemsize, _ROWS, _PIECE_BYTES):
             weight = _rows_of(sources, rows).bfloat16()
+            check_finite(plan.path, [(name, weight)])
             data, scale = _QUANTISERS[plan.quantization.format](weight)
             parts.append(scale)
             yield data

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint_files import read_state
@@ -14,6 +15,7 @@ from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.errors import CheckpointError, ConfigError
 from model.loader import load_dual_ar, placements
+from model.quantize_checkpoint import plan_quantization, write_quantized
 from tests.model.goldens import END_ID, GOLDEN, golden
 from tests.model.test_config import S2_PRO
 
@@ -205,15 +207,26 @@ def test_missing_shard(checkpoint):
         load(checkpoint)
 
 
-def test_shard_outside_the_directory(checkpoint):
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", ".", "", "a/b"])
+def test_shard_outside_the_directory(checkpoint, name):
     shard(checkpoint)
-    index = {"weight_map": {"a": "../model.safetensors"}}
+    index = {"weight_map": {"a": name}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="lies outside the directory"):
         load(checkpoint)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": 3}',
+        '{"weight_map": {"a": 5}}',
+        '{"weight_map": {"a": null}}',
+    ],
+)
 def test_bad_index(checkpoint, content):
     shard(checkpoint)
     (checkpoint / "model.safetensors.index.json").write_text(content)
@@ -251,3 +264,63 @@ def test_unknown_token_ids(checkpoint):
     (checkpoint / "tokenizer.json").write_text("[]")
     with pytest.raises(ConfigError, match="tokenizer.json: is not a tokenizer"):
         load_dual_ar(checkpoint, "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("n_layer", 10**9, "1000000[0-9]+ layers .n_layer., the weights are [0-9]+ tensors"),
+        ("vocab_size", 10**30, "there is no room on cpu for a model of config.json's sizes"),
+        ("dim", 2**62, "there is no room on cpu for a model of config.json's sizes"),
+        ("intermediate_size", 2**40, "there is no room on cpu for a model of config.json's sizes"),
+    ],
+)
+@pytest.mark.parametrize("read", [load, lambda path: plan_quantization(path, "bsgemm")])
+def test_sizes_that_nothing_has(checkpoint, field, value, message, read):
+    """Said at once, before memory or minutes are spent on them."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["text_config"][field] = value
+    if field == "dim":
+        config["audio_decoder_config"]["text_dim"] = value
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    if read is not load:
+        message = "sizes|do not fit|layers"
+    with pytest.raises(CheckpointError, match=message):
+        read(checkpoint)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", [WQKV, "text_model.model.norm.weight"])
+def test_weights_that_are_no_numbers(checkpoint, tmp_path, name, value):
+    def spoil(state):
+        state[name].view(-1)[-1] = value
+
+    rewrite(checkpoint, spoil)
+    message = "tensors hold values that are no finite numbers: .*(wqkv|norm).weight; expected none"
+    with pytest.raises(CheckpointError, match=message):
+        load(checkpoint)
+    (tmp_path / "out").mkdir()
+    for format in ("bsgemm", "mxfp8"):
+        with pytest.raises(CheckpointError, match=message):
+            write_quantized(plan_quantization(checkpoint, format), tmp_path / "out")
+        for file in (tmp_path / "out").iterdir():
+            file.unlink()
+
+
+@pytest.mark.parametrize("format", ["bsgemm", "mxfp8"])
+@pytest.mark.parametrize("suffix", ["weight", "weight_scale"])
+def test_quantised_weights_that_are_no_numbers(checkpoint, tmp_path, format, suffix):
+    out = tmp_path / "out"
+    out.mkdir()
+    write_quantized(plan_quantization(checkpoint, format), out)
+    load(out)
+    file, name = out / "model.safetensors", WQKV.removesuffix("weight") + suffix
+    with safe_open(file, "pt") as stored:
+        metadata = stored.metadata()
+    state = load_file(file)
+    is_f32 = state[name].dtype == torch.float32
+    spoiled = state[name].view(torch.float32 if is_f32 else torch.uint8).view(-1)
+    spoiled[0] = float("nan") if is_f32 else 0xFF
+    save_file(state, file, metadata=metadata)
+    with pytest.raises(CheckpointError, match=f"finite numbers: .*wqkv.{suffix}; expected none"):
+        load(out)
