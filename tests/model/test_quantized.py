@@ -44,7 +44,7 @@ def quantise(source: Path, out: Path, format: Format = "bsgemm") -> Path:
 def packed(model: DualAR) -> list[torch.Tensor]:
     """All packed tensors of the blocks, as bytes."""
     assert model._fused is not None
-    blocks = [*model._fused._slow.blocks, *model._fused._fast.blocks]
+    blocks = [*model._fused._slow.blocks(1), *model._fused._fast.blocks(1)]
     matrices = [m for b in blocks for m in (b.wqkv, b.wo, b.gate_up, b.down)]
     return [t.view(torch.uint8) for matrix in matrices for t in matrix.tensors()]
 
