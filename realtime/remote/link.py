@@ -23,8 +23,10 @@ _OBJECT, _PCM = 0, 1
 # slot.idx, slot.generation, turn_id, segment, first_frame, num_frames
 _FRAME = struct.Struct("<6q")
 READ_BYTES = 64 * 1024  # for 256 KiB Python maps memory at each read: 13 us instead of 1
-_SOCKET_BYTES = 256 * 1024  # what waits in order, whatever is more urgent: 30 frames of PCM
-MAX_BACKLOG = 32  # messages that `send` keeps; with `is_patient` it waits beyond them
+_SOCKET_BYTES = 256 * 1024  # 30 frames of PCM
+# Messages that `send` keeps; with `is_patient` it waits beyond them. A codec's call gives a piece of
+# every stream at once, and its thread is not to wait until the other process has read them.
+MAX_BACKLOG = 256
 
 
 class LinkClosed(Exception):

@@ -26,6 +26,7 @@ from realtime.pingpong.messages import (
 )
 from realtime.pingpong.slots import Slots
 from realtime.remote.engine import shared_integers
+from realtime.remote.link import MAX_BACKLOG
 from realtime.session.actions import EncodedAudio
 from realtime.wire import AudioFormat
 
@@ -197,7 +198,7 @@ async def test_a_process_that_is_behind_makes_the_engine_wait_and_loses_nothing(
         engine = threading.Thread(target=rig.say, args=(slot, 2, 2_000))
         engine.start()
         engine.join(0.5)
-        assert engine.is_alive() and rig.egress.num_queued <= 64
+        assert engine.is_alive() and rig.egress.num_queued <= MAX_BACKLOG + 2
         os.kill(pid, signal.SIGCONT)
         await rig.wait(TurnEnd, slot, turn_id=2)
         frames = [e for e in rig.events if isinstance(e, EncodedAudio) and e.turn_id == 2]
