@@ -150,8 +150,8 @@ class VocodeLoop:
     def _begin(self, voice: _Voice, row: StepRow) -> None:
         """A turn's first frame: its stream starts again."""
         self._drop_stale(voice)
-        while voice.num_waiting:  # of the turn before
-            self._work()
+        while voice.num_waiting:  # of the turn before, which has ended
+            assert self._work(), (voice, row)
         voice.num_put = voice.num_called = 0
         voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
 
@@ -164,7 +164,7 @@ class VocodeLoop:
             voice.interval_ns += (gap_ns - voice.interval_ns) // 2
         voice.put_ns = now_ns
         while voice.num_put - voice.num_called >= RING_FRAMES:
-            self._work()
+            assert self._work(), voice
         voice.num_put += 1
         return self.runner.place(voice.idx, voice.num_put - 1)
 
