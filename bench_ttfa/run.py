@@ -23,7 +23,10 @@ from realtime.wire import SessionReady
 OPEN_LOOP_CONCURRENCY = 32  # arrivals that share one client process
 PACED_PER_PROCESS = 32  # sessions: 1,600 packets/s, about 0.2 of a core
 MAX_SESSIONS_PER_PROCESS = 8  # of closed loops, which are answered in bursts
-MAX_TURNS_PER_S = 4.0  # of one session, for which a timed level has texts
+MAX_TURNS_PER_S = {
+    "closed": 10.0,
+    "paced": 1.0,
+}  # of one session, for which timed levels have texts
 UNPACED_MS = 600_000
 NUM_READY_PROBES = 20
 _POLL_S = 0.25
@@ -244,7 +247,7 @@ def _turns_of_each(level: Level) -> list[int]:
     """How many texts each session of a closed or paced level has."""
     count = level.concurrency
     if level.seconds is not None:
-        return [math.ceil(MAX_TURNS_PER_S * level.seconds)] * count
+        return [math.ceil(MAX_TURNS_PER_S[level.mode] * level.seconds)] * count
     return [_share(level.num_turns, count, idx) for idx in range(count)]
 
 

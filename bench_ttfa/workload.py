@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
+_MAX_TRIES = 100
 Kind = Literal["agent", "prose", "numbers", "mixed"]
 KINDS: tuple[Kind, ...] = ("agent", "prose", "numbers", "mixed")
 
@@ -90,13 +91,15 @@ class TextSource:
 
     def _long(self, num_chars: int) -> str:
         """Sentences until it is long enough, cut at a word."""
-        while (text := self._cut(num_chars)) in self._given:
-            pass
+        for _ in range(_MAX_TRIES):
+            if (text := self._cut(num_chars, self._next())) not in self._given:
+                break
+        else:  # so short that there are no more: they are counted
+            text = self._cut(num_chars, f"Number {len(self._given)}: {text}")
         self._given.add(text)
         return text
 
-    def _cut(self, num_chars: int) -> str:
-        text = self._next()
+    def _cut(self, num_chars: int, text: str) -> str:
         while len(text) < num_chars:
             text += " " + self._next()
         if len(text) == num_chars:

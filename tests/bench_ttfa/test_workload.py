@@ -48,3 +48,10 @@ def test_open_loop_plans_share_the_arrivals() -> None:
     times_s = sorted(arrival.after_s for plan in plans for arrival in plan.arrivals)
     assert times_s == poisson_arrivals_s(40.0, 50, seed=1)
     assert plans[0].connection.max_lead_ms is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_texts_are_unique_too(kind) -> None:
+    texts = TextSource(5, kind).take(1500, num_chars=42)
+    assert len(set(texts)) == 1500
+    assert all(20 < len(text) <= 43 for text in texts)
