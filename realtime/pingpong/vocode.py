@@ -151,7 +151,8 @@ class VocodeLoop:
         """A turn's first frame: its stream starts again."""
         self._drop_stale(voice)
         while voice.num_waiting:  # of the turn before, which has ended
-            assert self._work(), (voice, row)
+            has_worked = self._work()
+            assert has_worked, (voice, row)
         voice.num_put = voice.num_called = 0
         voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
 
@@ -164,7 +165,8 @@ class VocodeLoop:
             voice.interval_ns += (gap_ns - voice.interval_ns) // 2
         voice.put_ns = now_ns
         while voice.num_put - voice.num_called >= RING_FRAMES:
-            assert self._work(), voice
+            has_worked = self._work()
+            assert has_worked, voice
         voice.num_put += 1
         return self.runner.place(voice.idx, voice.num_put - 1)
 
