@@ -181,26 +181,10 @@ class FusedDualAR:
             first, num_rows = start + begin, len(chunk)
             slots = torch.full((num_rows,), slot, device=rows.device)
             positions = torch.arange(first, first + num_rows, device=rows.device)
-            self.prefill_rows(chunk, slots, positions, cache, is_span=True)
+            self.prefill_rows(chunk, slots, positions, cache)
 
-    def prefill_rows(
-        self,
-        rows: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        *,
-        is_span: bool = False,
-    ) -> None:
-        """Write keys and values of rows of any slots.
-
-        Args:
-            rows: i32 [M, 1+K].
-            slots, positions: i64 [M], distinct pairs, but for padding (the dummy slot, position 0).
-                A row reads all positions of its slot up to its own: what is not among the rows is
-                written already.
-            is_span: all rows are of one slot and their positions rise.
-        """
+    def prefill_rows(self, rows: Tensor, slots: Tensor, positions: Tensor, cache: KVCache) -> None:
+        """See `DualAR.prefill_rows`. Neighbours of one slot share what attention reads."""
 
         def append(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Tensor:
             eps, table = block.config.norm_eps, cache.page_table
@@ -209,7 +193,7 @@ class FusedDualAR:
 
         def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
             where = (cache.kv[layer], cache.page_table, slots, positions)
-            return paged_attention(append(layer, block, qkv), *where, block.kind, is_span=is_span)
+            return paged_attention(append(layer, block, qkv), *where, block.kind, is_span=True)
 
         x = self._embed(rows, None)
         *blocks, last = self._slow.blocks(len(x))

@@ -1,6 +1,6 @@
 """Blocks for many rows at once: plain matrices and the vendor's matrix products.
 
-The kernels of `ops.linear` stream weights for the few rows of a decode step. From a hundred rows on
+The kernels of `ops.linear` stream weights for the few rows of a decode step. With a hundred rows
 the products are arithmetic, and the vendor's library is faster: prefill of many sessions' texts and
 decode of more streams than that go this way. It costs the weights a second time, in bf16.
 """
@@ -19,9 +19,10 @@ from ops import reference
 from ops.quantize import Activation, Kind, quantize_weight, rms_norm
 from ops.reference_fp8 import dequantize_weight
 
-# More rows than these are faster here. H200, a layer's products at 128 rows: 73 us, where the
-# streaming kernels take 110 (bf16) and 63 (bsfp8), and as much again for every 128 rows more.
-MOST_NARROW_ROWS: dict[Kind, int] = {"bf16": 96, "bsfp8": 128}
+# More rows than these are faster here. H200, S2 Pro, a frame in bf16: of 64 streams (whose first fast
+# pass has 128 rows) 6.9 ms, 7.1 through the streaming kernels alone; of 96 9.3, 13.3; of 128 10.1,
+# 12.6. In 8 bits the streaming kernels are ahead up to the widest batch they take in one pass.
+MOST_NARROW_ROWS: dict[Kind, int] = {"bf16": 64, "bsfp8": 128}
 _MEMORY_SHARE = 0.25  # of what is free that the second copy may take
 
 
