@@ -1,6 +1,7 @@
 """The only place that turns results into numbers for people: tables, and one JSON file."""
 
 import json
+import re
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -92,7 +93,7 @@ def _level(result: LevelResult, frame_rate_hz: float) -> dict[str, Any]:
     for name in _DISTRIBUTIONS:
         values = [_figure(turn, name) for turn in good]
         summary[name] = _stats([value for value in values if value is not None])
-    summary["turns"] = [asdict(turn) for turn in turns]
+    summary["turns"] = [_rounded(asdict(turn)) for turn in turns]
     summary["stages"] = stages(timelines(summary["turns"]))
     return summary
 
@@ -110,6 +111,13 @@ def invalid_because(result: LevelResult, turns: list[TurnRecord]) -> list[str]:
     if num_lost and result.level.mode == "closed":
         reasons.append(f"the load was less than it says: {num_lost} turns had no session")
     return reasons
+
+
+def _rounded(value: Any) -> Any:
+    """Floats to thousandths, in dicts too."""
+    if isinstance(value, dict):
+        return {name: _rounded(each) for name, each in value.items()}
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def _throughput(result: LevelResult, turns: list[TurnRecord]) -> float:
@@ -171,8 +179,24 @@ def _stats(values: list[float]) -> dict[str, float] | None:
 def write(summary: dict[str, Any], directory: Path = RESULTS_DIR) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{summary['stamp']}.json"
-    path.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    path.write_text(_json(summary) + "\n")
     return path
+
+
+def _json(summary: dict[str, Any]) -> str:
+    """Indented, but for the turns, of which there are thousands: a line each."""
+    lines: list[str] = []
+
+    def set_aside(turn: dict[str, Any]) -> str:
+        lines.append(json.dumps(turn, allow_nan=False, separators=(",", ":")))
+        return f"<turn {len(lines) - 1}>"
+
+    levels = [
+        level | {"turns": [set_aside(turn) for turn in level["turns"]]}
+        for level in summary["levels"]
+    ]
+    text = json.dumps(summary | {"levels": levels}, indent=1, allow_nan=False)
+    return re.sub(r'"<turn (\d+)>"', lambda match: lines[int(match[1])], text)
 
 
 def text(summary: dict[str, Any]) -> str:
