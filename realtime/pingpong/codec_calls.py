@@ -19,7 +19,7 @@ from torch import Tensor
 
 from model.codec import Codec
 from ops.graphs import GraphSet, Progress, bucket_sizes
-from realtime.pingpong.device import VOCODE_PRIORITY, Event, Upload, host_buffer
+from realtime.pingpong.device import VOCODE_PRIORITY, Event, host_buffer
 
 CHUNKS = (1, 2, 4, 8)  # frames of a stream per call
 MAX_CALLS = 2  # in flight: one that runs and one that follows it
@@ -114,7 +114,7 @@ class CodecRunner:
         max_frames = max(num_slots, MAX_CALL_FRAMES)
         self._named = _Words(num_slots + max_frames, self.dummy_slot, device)  # slots, then places
         self._put = _Words(num_slots, self.place(self.dummy_slot, 0), device)
-        self._upload_fresh = Upload(8 * num_slots, device)
+        self._fresh = _Words(num_slots, self.dummy_slot, device)
         self._calls = [Call(max_frames, codec, device) for _ in range(MAX_CALLS)]
         self._batches = {chunk: bucket_sizes(self.max_streams(chunk)) for chunk in chunks}
         sizes = [batch * _KEY + chunk for chunk, sizes in self._batches.items() for batch in sizes]
@@ -152,8 +152,9 @@ class CodecRunner:
 
     def begin(self, slots: list[int]) -> None:
         """Streams start again."""
-        (fresh,) = self._upload_fresh(np.array(slots, np.int64))
-        self._codec.reset_state(self._state, fresh)
+        self._fresh.begin()[: len(slots)] = slots
+        self._fresh.send()
+        self._codec.reset_state(self._state, self._fresh.words[: len(slots)])
 
     def put(self, codes: Tensor, places: list[int]) -> None:
         """codes i32 [R, K] (device) will be called for from these places, if there is one of the

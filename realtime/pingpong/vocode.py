@@ -36,7 +36,7 @@ from realtime.pingpong.pacing import CallPlan, ClockTable, PlaybackClock, Waitin
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
 
-_POLL_S = 0.0005  # how late a call may be read, while more steps may come
+_POLL_S = 0.001  # how late a call may be read, while more steps may come
 
 
 @dataclass(slots=True)
@@ -45,6 +45,7 @@ class _Voice:
 
     idx: int
     queue: deque[StepRow | Event] = field(default_factory=deque)
+    num_events: int = 0  # in the queue
     num_put: int = 0  # frames since the stream began
     num_called: int = 0
     put_ns: int = 0  # when the last frame came, and how long it takes from one to the next
@@ -55,9 +56,15 @@ class _Voice:
     clock: PlaybackClock = field(default_factory=PlaybackClock)
     ended: tuple[SlotRef, int, int] | None = None  # the last segment
 
+    def add_event(self, event: Event) -> None:
+        self.queue.append(event)
+        self.num_events += 1
+
     @property
     def num_waiting(self) -> int:
         """Frames before the next event."""
+        if not self.num_events:
+            return len(self.queue)
         num_frames = 0
         for item in self.queue:
             if not isinstance(item, StepRow):
@@ -101,9 +108,11 @@ class VocodeLoop:
         with torch.inference_mode(), stream_scope(self._device, VOCODE_PRIORITY):
             wait_s: float | None = None
             while not is_stopping():
-                for item in self.inbox.take_all(wait_s):
+                items = self.inbox.take_all(wait_s)
+                for item in items:
                     self.step(item)
-                wait_s = self._advance()
+                # Planning takes longer than looking: only when something may have changed.
+                wait_s = self._advance() if items or not self._is_busy() else _POLL_S
 
     def step(self, item: StepBuffer | Event) -> None:
         """Take an item; on the CPU, say all that it leads to."""
@@ -111,7 +120,7 @@ class VocodeLoop:
         if isinstance(item, StepBuffer):
             self._take_step(item)
         else:
-            self._voices[item.slot.idx].queue.append(item)
+            self._voices[item.slot.idx].add_event(item)
             self._say_events(self._voices[item.slot.idx])
         self.host_ns += time.perf_counter_ns() - begun_ns
         if self._device.type == "cpu":
@@ -181,8 +190,8 @@ class VocodeLoop:
         num_frames = row.frame + (0 if is_end else 1)
         if not is_end:
             message = f"segment {row.segment} was cut at the limit of {num_frames} frames"
-            voice.queue.append(EngineWarning(row.slot, row.turn_id, "frame_limit", message))
-        voice.queue.append(SegmentEnd(row.slot, row.turn_id, row.segment, num_frames))
+            voice.add_event(EngineWarning(row.slot, row.turn_id, "frame_limit", message))
+        voice.add_event(SegmentEnd(row.slot, row.turn_id, row.segment, num_frames))
         self._say_events(voice)
 
     def _drop_stale(self, voice: _Voice) -> None:
@@ -216,6 +225,12 @@ class VocodeLoop:
             self._read_oldest()
             return 0.0
         return None if plan.due_in_ns is None else plan.due_in_ns / 1e9 + 1e-4
+
+    def _is_busy(self) -> bool:
+        """A call runs that nobody waits for."""
+        if not self._in_flight or self._in_flight[0].plan.is_urgent:
+            return False
+        return not self._in_flight[0].call.is_over()
 
     def _may_call(self, plan: CallPlan) -> bool:
         """One call runs, and behind it only one that is urgent: it never waits for two."""
@@ -303,6 +318,7 @@ class VocodeLoop:
         """Those that no frame is before."""
         while voice.queue and not voice.num_in_flight and not isinstance(voice.queue[0], StepRow):
             event = voice.queue.popleft()
+            voice.num_events -= 1
             assert not isinstance(event, StepRow), event
             self._sink(self._with_underruns(event) if isinstance(event, TurnEnd) else event)
 
