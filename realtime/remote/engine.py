@@ -140,7 +140,7 @@ class RemoteEngine:
         self._send(command)
 
     def set_blocked(self, slot: SlotRef, is_blocked: bool) -> None:
-        if self._failure is None:
+        if self._failure is None and self._slots.is_current(slot):
             self._send(Blocked(slot, is_blocked))
 
     def warm_up(self, voices: tuple[VoicePrompt, ...]) -> None:

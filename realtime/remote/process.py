@@ -102,6 +102,7 @@ class _Served:
     def __init__(self, engine: Engine, link: Link, shared: Shared) -> None:
         self._engine = engine
         self._link = link
+        self._generations = shared.generations
         self._num_taken = shared.num_taken
         self._waiting: dict[int, deque[Command]] = {}  # by slot.idx: what the engine did not take
         self._has_waiting = threading.Event()
@@ -123,11 +124,19 @@ class _Served:
             case Call():
                 self._calls.submit(self._answer, message)
             case Blocked(slot, is_blocked):
-                self._engine.set_blocked(slot, is_blocked)
+                self._set_blocked(slot.idx, is_blocked)
             case Begin():
                 self._engine.start(self._sink)
             case _:
                 self._submit(message)
+
+    def _set_blocked(self, idx: int, is_blocked: bool) -> None:
+        """Of the slot's tenant, whose generation the server compared before it sent this and may
+        have bumped since. Another tenant comes only after the close that is behind this."""
+        generation = -1
+        while generation != self._generations[idx]:
+            generation = self._generations[idx]
+            self._engine.set_blocked(SlotRef(idx, generation), is_blocked)
 
     def _send(self, message: Any, *, is_patient: bool = False) -> None:
         try:
@@ -179,7 +188,7 @@ class _Served:
                 self._engine.submit(waiting[0])
             except EngineError as error:
                 if error.code == "engine_overloaded":
-                    return None  # tried again soon
+                    return self._has_waiting.set()  # tried again soon
                 self._num_taken[idx] += len(waiting)
                 waiting.clear()
                 return self._send(self._health())
