@@ -1,12 +1,15 @@
 """The samples between the network and a loudspeaker: jitter buffer, played clock, clear.
 
 One thread feeds, the device's thread pulls. What is pulled is heard, so the count of it is the
-clock of what was heard; after `clear` no sample that was there before is pulled.
+clock of what was heard; after `clear` no sample that was there before is pulled, but for the few
+that fade out.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable
+
+import numpy as np
 
 from clients.decode import Samples
 
@@ -30,11 +33,14 @@ class PlayBuffer:
     """Tracks, played one after another without a gap, in the order in which they were added.
 
     A track begins when `num_prebuffered` samples of it, or all of it, are there; one that runs dry
-    waits for that many again.
+    waits for that many again. One that is cleared while it sounds fades out over `num_fade` samples
+    (or those that are there): cut at a loud sample, it would click. They count as played.
     """
 
-    def __init__(self, num_prebuffered: int) -> None:
+    def __init__(self, num_prebuffered: int, num_fade: int = 0) -> None:
         self._num_prebuffered = num_prebuffered
+        self._num_fade = num_fade
+        self._fading = np.zeros(0, np.float32)  # still to be pulled, before any track
         self._tracks: deque[Track] = deque()
         self._lock = threading.Lock()
 
@@ -58,6 +64,8 @@ class PlayBuffer:
         """Drop all that waits, at once. Returns the tracks that were not over."""
         with self._lock:
             cleared = list(self._tracks)
+            if cleared and cleared[0]._is_sounding:
+                self._fade_out(cleared[0])
             self._tracks.clear()
             for track in cleared:
                 track.is_cleared = True
@@ -69,9 +77,11 @@ class PlayBuffer:
 
     def pull(self, out: Samples) -> None:
         """Fill `out` (f32 [num_samples]) with what comes next, and with silence behind it."""
-        num_filled = 0
         over = []
         with self._lock:
+            num_filled = min(len(self._fading), len(out))
+            out[:num_filled] = self._fading[:num_filled]
+            self._fading = self._fading[num_filled:]
             while self._tracks:
                 track = self._tracks[0]
                 num_filled += self._pull_track(track, out[num_filled:])
@@ -82,11 +92,24 @@ class PlayBuffer:
         for track in over:
             track._on_over()
 
+    def _fade_out(self, track: Track) -> None:
+        fading = np.empty(min(self._num_fade, track._num_waiting), np.float32)
+        self._take(track, fading)
+        fading *= np.linspace(1.0, 0.0, len(fading) + 2, dtype=np.float32)[1:-1]
+        self._fading = np.concatenate((self._fading, fading))
+
     def _pull_track(self, track: Track, out: Samples) -> int:
         is_ready = track._is_ended or track._num_waiting >= self._num_prebuffered
         if not (track._is_sounding or is_ready):
             return 0
         track._is_sounding = True
+        num_taken = self._take(track, out)
+        if num_taken < len(out) and not track._is_ended:
+            track.num_underruns += 1
+            track._is_sounding = False
+        return num_taken
+
+    def _take(self, track: Track, out: Samples) -> int:
         num_taken = min(track._num_waiting, len(out))
         num_copied = 0
         while num_copied < num_taken:
@@ -98,7 +121,4 @@ class PlayBuffer:
                 track._chunks.appendleft(chunk[num:])
         track._num_waiting -= num_taken
         track.num_played += num_taken
-        if num_taken < len(out) and not track._is_ended:
-            track.num_underruns += 1
-            track._is_sounding = False
         return num_taken

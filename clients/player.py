@@ -15,6 +15,8 @@ from clients.session import Session
 from clients.turn import Speech, TextSource, Turn
 from realtime.wire import AudioPacket
 
+_FADE_MS = 5  # of an interruption: no click
+
 
 class Player:
     """A loudspeaker for a session: turns are played one after another, in the order of `play`.
@@ -41,7 +43,10 @@ class Player:
         self._session = session
         self._device = device or SoundCard()
         self.sample_rate_hz = Decoder(session.format).sample_rate_hz
-        self._buffer = PlayBuffer(self.sample_rate_hz * buffer_ms // 1000)
+        self._buffer = PlayBuffer(
+            num_prebuffered=self.sample_rate_hz * buffer_ms // 1000,
+            num_fade=self.sample_rate_hz * _FADE_MS // 1000,
+        )
         self._playbacks: list[Playback] = []  # those that are not over
         self._num_underruns = 0  # of those that are
 
@@ -69,9 +74,9 @@ class Player:
         return playback
 
     async def interrupt(self) -> Interruption:
-        """Barge-in: fall silent at once, cancel what is played and all that waits behind it.
+        """Barge-in: fall silent at once (in a fade of 5 ms), cancel what is played and all that waits behind it.
 
-        The server is told how much of each turn was heard, to the sample.
+        The server is told how much of each turn was heard, to the sample, the fade included.
 
         Returns:
             `spoken_text` and `remaining_text`, and the account of each turn; empty, if nothing

@@ -92,6 +92,33 @@ def test_nothing_old_is_pulled_after_clear(over) -> None:
     assert buffer.clear() == [third]
 
 
+@given(
+    num_fade=st.integers(0, 8),
+    num_there=st.integers(0, 12),
+    num_heard=st.integers(1, 12),
+    pulls=st.lists(st.integers(1, 5), min_size=12, max_size=12),
+)
+def test_what_is_cleared_while_it_sounds_fades_out(num_fade, num_there, num_heard, pulls) -> None:
+    buffer = PlayBuffer(1, num_fade)
+    first, waiting = add(buffer, []), add(buffer, [])
+    buffer.feed(first, np.ones(num_there, np.float32))
+    buffer.feed(waiting, np.full(9, 5.0, np.float32))
+    is_sounding = pull(buffer, num_heard)[-1] != 0
+    assert buffer.clear() == [first, waiting]
+    assert buffer.clear() == []
+    later = add(buffer, [])
+    buffer.feed(later, np.full(3, 2.0, np.float32))
+    heard = [sample for num in pulls for sample in pull(buffer, num)]
+
+    num_faded = min(num_fade, num_there - num_heard) if is_sounding else 0
+    fading = np.array([1.0, *heard[:num_faded], 0.0])
+    np.testing.assert_allclose(np.diff(fading), -1 / (num_faded + 1), atol=1e-6)
+    assert heard[num_faded : num_faded + 3] == [2.0] * 3
+    assert not any(heard[num_faded + 3 :])
+    assert first.num_played == min(num_there, num_heard) + num_faded
+    assert (waiting.num_played, later.num_played) == (0, 3)
+
+
 def test_a_track_without_audio_is_over_with_the_next_pull(over) -> None:
     buffer = PlayBuffer(4)
     buffer.end(add(buffer, over))

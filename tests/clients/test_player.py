@@ -128,7 +128,7 @@ async def barge_in(peer: Peer) -> None:
     await peer.until_closed()
 
 
-async def test_interrupt_is_silent_at_once_and_says_what_was_heard() -> None:
+async def test_interrupt_fades_out_in_5_ms_and_says_what_was_heard() -> None:
     device = NullDevice()
     async with (
         scripted_server(barge_in) as server,
@@ -144,13 +144,17 @@ async def test_interrupt_is_silent_at_once_and_says_what_was_heard() -> None:
         await asyncio.sleep(0)  # it has begun; the server has not answered
         num_before = len(device.heard)
         device.advance(200)
-        assert not device.heard[num_before:].any()
+        after = device.heard[num_before:]
+        num_fading = np.count_nonzero(after)
+        assert 1000 * num_fading / player.sample_rate_hz == 5
+        fading = np.concatenate(([np.float32(1000 / 32768)], after[: num_fading + 1]))
+        assert (np.diff(fading) < 0).all() and fading[-1] == 0
         heard = await interrupting
         assert (heard.spoken_text, heard.remaining_text) == ("O", "ne. Two.")
         await first  # being interrupted is no error
         await second
         assert first.was_interrupted and second.was_interrupted
-        assert first.played_ms == 70.0
+        assert first.played_ms == 75.0
 
         num_before = len(device.heard)
         await play_out(device, player.play("Three."))
@@ -158,7 +162,7 @@ async def test_interrupt_is_silent_at_once_and_says_what_was_heard() -> None:
         assert set(np.unique(later)) == {np.float32(0), np.float32(3000 / 32768)}
         assert np.count_nonzero(later) == 4 * PACKET_SAMPLES
     cancels = [message for message in server.received if isinstance(message, TurnCancel)]
-    assert [(cancel.turn_id, cancel.played_ms) for cancel in cancels] == [(2, 0.0), (1, 70.0)]
+    assert [(cancel.turn_id, cancel.played_ms) for cancel in cancels] == [(2, 0.0), (1, 75.0)]
 
 
 async def test_an_interruption_when_nothing_plays_sends_nothing() -> None:
