@@ -340,6 +340,23 @@ async def test_small_screens_need_no_sideways_scrolling(
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+@needs_browser
+async def test_the_two_lists_are_as_wide_as_the_text_beside_a_hidden_button(
+    devtools: str, tmp_path: Path
+) -> None:
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        await page.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=360,
+            height=800,
+            deviceScaleFactor=1,
+            mobile=True,
+        )
+        width_of = "document.getElementById({!r}).getBoundingClientRect().width"
+        widths = [await page.evaluate(width_of.format(name)) for name in ("text", "voice", "pace")]
+        assert widths == widths[:1] * 3
+
+
 # ------------------------------------------------------------------------ errors
 
 
