@@ -167,7 +167,8 @@ class SpeechResponse(Response):
             try:
                 await self._send_all(send, first, chunks)
             except (PlosiveError, TimeoutError) as error:
-                logger.warning("a response is cut short: %s", error or "its client takes nothing")
+                why = error if isinstance(error, PlosiveError) else "its client takes nothing"
+                logger.warning("a response is cut short: %s", why)
                 return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -266,7 +266,9 @@ async def test_a_client_that_leaves_frees_the_slot(tmp_path: Path, num_frames: i
         await served.until_free()
 
 
-async def test_a_client_that_does_not_read_loses_the_slot(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_loses_the_slot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with serving(tmp_path, write_stall_s=0.3) as served, served.http() as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port, limit=1024)
         body = json.dumps({"text": TEXT * 600, "format": "pcm"}).encode()
@@ -274,6 +276,7 @@ async def test_a_client_that_does_not_read_loses_the_slot(tmp_path: Path) -> Non
         writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         await reader.readuntil(b"\r\n\r\n")
         await served.until_free()
+        assert "a response is cut short: its client takes nothing" in caplog.text
         assert (await tts(http)).status_code == 200
         writer.transport.abort()
 
