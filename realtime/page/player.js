@@ -2,6 +2,7 @@
 
 export const SAMPLE_RATE = 48_000;
 const STOP_TIMEOUT_MS = 150; // an interruption does not wait for a sound card that hangs
+const START_TIMEOUT_MS = 3_000; // a Bluetooth headset that wakes up takes a second or two
 
 export async function canDecodeOpus() {
   if (!globalThis.AudioDecoder) return false;
@@ -25,6 +26,7 @@ export class Player {
   #toSkip = 0;
   #stopped = null;
   #playedMs = 0;
+  #isWatched = false; // this turn
 
   // Once; needs a page that counts as secure (https, or this computer).
   async prepare() {
@@ -44,6 +46,7 @@ export class Player {
   open(format) {
     this.#turn = ++this.#numTurns;
     this.#playedMs = 0;
+    this.#isWatched = false;
     this.#toSkip = format.pre_skip_samples ?? 0;
     this.#closeDecoder();
     if (format.codec === "opus") this.#decoder = this.#makeDecoder(this.#turn);
@@ -108,8 +111,18 @@ export class Player {
     this.#toSkip -= numSkipped;
     const audible = samples.slice(numSkipped);
     if (audible.length === 0) return;
+    if (!this.#isWatched) this.#watch(this.#turn);
     this.onSamples(audible);
     this.#post("push", { samples: audible }, [audible.buffer]);
+  }
+
+  // Without an output device some browsers wait for one for ever and say nothing.
+  #watch(turn) {
+    this.#isWatched = true;
+    setTimeout(() => {
+      if (turn !== this.#turn || this.#context.state === "running") return;
+      this.onError("This browser does not begin to play. Is a loudspeaker connected and allowed?");
+    }, START_TIMEOUT_MS);
   }
 
   #heard(message) {

@@ -29,7 +29,7 @@ export class Session {
       this.lastTurn = 0;
       let fatal = null;
       socket.onopen = () => this.send({ type: "session.start", ...start });
-      socket.onmessage = ({ data }) => {
+      const take = (data) => {
         if (typeof data !== "string") {
           this.handlers.audio(unpack(data));
           return;
@@ -42,10 +42,19 @@ export class Session {
         if (message.type === "error" && (message.fatal || !this.isReady)) {
           fatal = sentence(message.message);
           reject(new Error(fatal));
-          if (!message.fatal) socket.close();
+          socket.close();
           return;
         }
         this.handlers[message.type]?.(message);
+      };
+      socket.onmessage = ({ data }) => {
+        try {
+          take(data);
+        } catch (error) {
+          console.error(error);
+          fatal = "The server sent something that this page does not understand.";
+          socket.close();
+        }
       };
       socket.onclose = async ({ code }) => {
         const wasReady = this.isReady && this.socket === socket;
