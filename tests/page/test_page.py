@@ -3,11 +3,9 @@
 import asyncio
 import contextlib
 import io
-import json
 import re
 import tomllib
 import wave
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +15,12 @@ from realtime.auth import ApiKeys
 from realtime.page_routes import ASSETS_PATH, FOLDER, MEDIA_TYPES
 from realtime.pingpong.messages import CancelTurn, OpenSlot
 from tests.fakes import FakeEngine
-from tests.page.browser import CHROMIUM, CTRL, Page, chromium, tab
-from tests.realtime.support import Served, make_engine, serving, session
+from tests.page.browser import CTRL, Page
+from tests.page.support import LONG_TEXT, needs_browser, opened, stages_ms, text_of, wait, write
+from tests.realtime.support import make_engine, serving, session
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = sorted(path.name for path in FOLDER.iterdir())
-LONG_TEXT = "one two three four five six seven eight nine ten. " * 20  # 20 s of the fake voice
 TONE_HZ = 440.0
 
 # ------------------------------------------------------------------------ without a browser
@@ -61,100 +59,6 @@ def test_files_are_in_the_package() -> None:
 
 
 # ------------------------------------------------------------------------ in a browser
-
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
-
-# Before the page's own scripts: an ear at the loudspeaker, and the audio clock's time of each key.
-EAR = """
-const connect = AudioNode.prototype.connect;
-AudioNode.prototype.connect = function (to, ...rest) {
-  if (to instanceof AudioDestinationNode) {
-    window.ear = this.context.createAnalyser();
-    ear.fftSize = 32768;
-    window.heard = new Float32Array(ear.fftSize);
-    connect.call(this, ear);
-  }
-  return connect.call(this, to, ...rest);
-};
-addEventListener("keydown", (event) => {
-  const agoMs = performance.now() - event.timeStamp;
-  if (window.ear) window.pressedS = ear.context.currentTime - agoMs / 1000;
-}, true);
-
-window.pushed = []; // the samples that the ring was given
-const post = MessagePort.prototype.postMessage;
-MessagePort.prototype.postMessage = function (message, ...rest) {
-  if (message?.type === "push") pushed.push(...message.samples);
-  return post.call(this, message, ...rest);
-};
-
-window.until = (test) => new Promise((resolve) => {
-  const look = () => { const found = test(); found ? resolve(found) : setTimeout(look, 5); };
-  look();
-});
-window.listen = () => { ear.getFloatTimeDomainData(heard); return heard; };
-window.isLoud = () => window.ear && listen().slice(-2048).some((sample) => Math.abs(sample) > 0.05);
-window.lastSoundS = () => {
-  const last = listen().findLastIndex((sample) => Math.abs(sample) > 0.001);
-  return ear.context.currentTime - (heard.length - 1 - last) / ear.context.sampleRate;
-};
-window.pitchHz = () => {
-  const levels = new Float32Array(ear.frequencyBinCount);
-  ear.getFloatFrequencyData(levels);
-  return levels.indexOf(Math.max(...levels)) * ear.context.sampleRate / ear.fftSize;
-};
-window.textOf = (id) => document.getElementById(id).textContent;
-"""
-
-
-@pytest.fixture(scope="module")
-def devtools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with chromium(tmp_path_factory.mktemp("profile")) as url:
-        yield url
-
-
-@contextlib.asynccontextmanager
-async def opened(
-    devtools: str, served: Served, *, before: str = "", until: str = "!speak.disabled"
-) -> AsyncIterator[Page]:
-    """The page in a tab, ready to speak."""
-    async with tab(devtools) as page:
-        await page.before_load(EAR + before)
-        await page.go(f"http://127.0.0.1:{served.port}/")
-        await page.evaluate(WAIT_FOR_PAGE)
-        await wait(page, until)
-        yield page
-
-
-WAIT_FOR_PAGE = """new Promise((resolve) => {
-  const look = () => document.getElementById("speak") ? resolve() : setTimeout(look, 5);
-  look();
-})"""
-
-
-async def wait(page: Page, condition: str) -> None:
-    await page.evaluate(f"until(() => {condition})")
-
-
-async def write(page: Page, text: str, pace: str = "0") -> None:
-    await page.evaluate(f"pace.value = {pace!r}; text.focus(); text.select()")
-    await page.type(text)
-
-
-async def text_of(page: Page, element_id: str) -> str:
-    found = await page.evaluate(f"textOf({element_id!r})")
-    assert isinstance(found, str)
-    return found
-
-
-async def stages_ms(page: Page) -> dict[str, float]:
-    """The waterfall's rows that have a time."""
-    rows = await page.evaluate(
-        "[...document.querySelectorAll('#stages tr')]"
-        ".map((row) => [row.cells[0].textContent, row.cells[2].textContent])"
-    )
-    shown = [(label, ms) for label, ms in rows if ms != "–"]
-    return {label: float(ms.replace("−", "-").replace(",", "")) for label, ms in shown}
 
 
 @needs_browser
@@ -570,76 +474,3 @@ async def test_a_browser_that_does_not_begin_to_play_says_so(devtools: str, tmp_
         await asyncio.to_thread(
             served.engine.wait_until, lambda: bool(served.engine.seen(CancelTurn))
         )
-
-
-# ------------------------------------------------------------------------ what a server may send
-
-MARKUP = "<img src=x onerror=window.xss=1><script>window.xss=1</script>"
-
-# In place of the server: its messages are in `script`, and come when the page speaks.
-IMPOSTOR = """
-window.WebSocket = class {
-  static OPEN = 1;
-  readyState = 1;
-  constructor() { setTimeout(() => this.onopen()); }
-  say(message) { this.onmessage({ data: message }); }
-  send(text) {
-    const { type } = JSON.parse(text);
-    const format = { codec: "pcm_s16le", sample_rate: 48000, pre_skip_samples: 0 };
-    const ready = { type: "session.ready", voice: MARKUP, model: MARKUP, format, prefill_ms: 1 };
-    if (type === "session.start") setTimeout(() => this.say(JSON.stringify(ready)));
-    if (type === "turn.commit") for (const message of script) setTimeout(() => this.say(message));
-  }
-  close() { this.readyState = 3; setTimeout(() => this.onclose({ code: 1006 })); }
-};
-const ask = fetch;
-window.fetch = async (path, options) => path !== "/v1/voices" ? ask(path, options) :
-  new Response(JSON.stringify({ default: MARKUP, voices: [{ name: MARKUP, is_builtin: false }] }));
-"""
-
-
-def impostor(*script: str) -> str:
-    values = f"window.MARKUP = {json.dumps(MARKUP)}; window.script = {json.dumps(script)};"
-    return values + IMPOSTOR
-
-
-@needs_browser
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"type": "error", "turn_id": 1, "message": MARKUP, "fatal": False},
-        {"type": "error", "message": MARKUP, "fatal": True},
-        {"type": "warning", "code": "x", "message": MARKUP},
-        {"type": "session.closing", "reason": MARKUP},
-        {"type": "turn.cancelled", "turn_id": 1, "spoken_text": MARKUP, "played_ms": 1},
-    ],
-    ids=lambda message: message["type"],
-)
-async def test_markup_in_a_message_is_shown_as_text(
-    devtools: str, tmp_path: Path, message: dict[str, object]
-) -> None:
-    text = json.dumps({"type": "turn.text", "turn_id": 1, "text": MARKUP, "audio_ms": 0})
-    before = impostor(text, json.dumps(message))
-    async with serving(tmp_path) as served, opened(devtools, served, before=before) as page:
-        assert MARKUP in await text_of(page, "connection")
-        await write(page, MARKUP)
-        await page.press("Enter", CTRL)
-        await wait(page, "textOf('problem') || textOf('announcer').startsWith('Interrupted')")
-        assert await page.evaluate("voice.value") == MARKUP
-        assert await page.evaluate("document.querySelector('img, main script')") is None
-        assert await page.evaluate("window.xss") is None
-        assert page.complaints == []
-
-
-@needs_browser
-@pytest.mark.parametrize("message", ["{", "null", '{"type": "error", "message": 7}'])
-async def test_a_message_that_means_nothing_ends_the_session_with_a_sentence(
-    devtools: str, tmp_path: Path, message: str
-) -> None:
-    before = impostor(message)
-    async with serving(tmp_path) as served, opened(devtools, served, before=before) as page:
-        await write(page, "Hello.")
-        await page.press("Enter", CTRL)
-        await wait(page, "textOf('problem')")
-        assert "does not understand" in await text_of(page, "problem")
-        assert await text_of(page, "speak") == "Speak"
