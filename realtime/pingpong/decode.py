@@ -202,7 +202,7 @@ class DecodeLoop:
         step.is_end = self.frames.read_ends(len(step.rows))
         self.times.add_wait(begun_ns)
         self.times.add_step(step, is_first=self._is_after_pause)
-        now_ns = time.perf_counter_ns()
+        now_ns, over = time.perf_counter_ns(), []
         for row, is_end in zip(step.rows, step.is_end, strict=True):
             stream = self._streams.get(row.slot.idx)
             if stream is None or stream.key != (row.slot, row.turn_id, row.segment):
@@ -213,8 +213,12 @@ class DecodeLoop:
                 clock = self._clocks.of(row.slot)
                 clock.add(self._frame_ns, now_ns, is_turn_start=is_turn_start)
             if is_end or row.is_limit:
-                self._retire(stream, is_over=True)
-        self._vocode(step)
+                over.append(stream)
+        self._vocode(
+            step
+        )  # before prefill hears of it, whose word that the turn is over comes next
+        for stream in over:
+            self._retire(stream, is_over=True)
 
     def _retire(self, stream: _Stream, *, is_over: bool) -> None:
         """Give the slot back. That a stream is over is known when its last frame has read and

@@ -1,6 +1,7 @@
 """The decode loop: what it launches, when it looks, and that nobody hears who else is there."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from realtime.pingpong.decode import DecodeLoop
 from realtime.pingpong.device import Event
 from realtime.pingpong.frames import FrameRunner
 from realtime.pingpong.messages import SegmentEnd, SlotRef, TurnEnd
-from realtime.pingpong.steps import StepBuffer
+from realtime.pingpong.steps import Returned, StepBuffer
 from tests.support.engine import (
     Recorder,
     close_slot,
@@ -84,6 +85,25 @@ def test_ends_are_read_before_the_next_frame_is_launched_and_handed_on_at_once(
     monkeypatch.setattr(DecodeLoop, "_drain", drained)
     said(tiny_model(), num_slots=1)
     assert calls == ["launch", "drain"] * (len(calls) // 2)
+
+
+@pytest.mark.parametrize("max_frames", [3, 30])  # cut at the limit; ended by the model
+def test_a_turns_end_does_not_overtake_its_last_frame(
+    max_frames: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, which says that a turn is over, may run as soon as decode gives the slot back."""
+    with running(tiny_model(max_frames=max_frames), num_slots=1) as (engine, recorder):
+        give_back = engine._decode._give_back
+
+        def give_back_and_fall_asleep(returned: Returned) -> None:
+            give_back(returned)
+            time.sleep(0.05)
+
+        monkeypatch.setattr(engine._decode, "_give_back", give_back_and_fall_asleep)
+        slot = open_slot(engine, recorder, seed=5)
+        start_turn(engine, slot, 0, "hello.")
+        recorder.wait(TurnEnd)
+        assert [type(event) for event in recorder.events[-2:]] == [SegmentEnd, TurnEnd]
 
 
 def test_streams_that_join_together_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
