@@ -95,3 +95,5 @@ if __name__ == "__main__":
         asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8765"))
     except PlosiveError as error:
         sys.exit(error.message)
+    except OSError as error:  # no sounddevice, or nothing to play on
+        sys.exit(str(error))

@@ -17,6 +17,7 @@ from tests.clients.scripted_server import scripted_server, talker
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "clients" / "examples"
+EXAMPLES_THAT_CONNECT = ["01_say_one_thing", "02_stream_text", "03_interrupt", "04_two_voices"]
 
 
 async def run(*command: str, status: int = 0) -> str:
@@ -49,11 +50,20 @@ async def test_examples_print_what_they_show(name, said) -> None:
         assert said in await run(str(EXAMPLES / f"{name}.py"), server.url)
 
 
-@pytest.mark.parametrize("name", ["01_say_one_thing", "02_stream_text", "04_two_voices"])
+@pytest.mark.parametrize("name", EXAMPLES_THAT_CONNECT)
 async def test_examples_without_a_server_say_so_in_one_line(name) -> None:
     output = await run(str(EXAMPLES / f"{name}.py"), "http://127.0.0.1:9", status=1)
     assert output.count("\n") == 1 and "Errno" not in output
     assert "cannot connect to" in output and "connection refused. Is the server up?" in output
+
+
+async def test_05_without_a_sound_output_says_so_in_one_line() -> None:
+    without = "import sys, runpy; sys.modules['sounddevice'] = None; sys.argv = sys.argv[1:]\n"
+    run_it = "runpy.run_path(sys.argv[0], run_name='__main__')"
+    async with scripted_server(talker) as server:
+        path = str(EXAMPLES / "05_microphone.py")
+        output = await run("-c", without + run_it, path, server.url, status=1)
+    assert output.count("\n") == 1 and "pip install 'plosive[audio]'" in output
 
 
 async def test_04_two_voices(tmp_path) -> None:
