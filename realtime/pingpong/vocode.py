@@ -159,9 +159,7 @@ class VocodeLoop:
     def _begin(self, voice: _Voice, row: StepRow) -> None:
         """A turn's first frame: its stream starts again."""
         self._drop_stale(voice)
-        while voice.num_waiting:  # of the turn before, which has ended
-            has_worked = self._work()
-            assert has_worked, (voice, row)
+        self._work_until(lambda: len(voice.queue) == voice.num_events)  # the turn before is over
         voice.num_put = voice.num_called = 0
         voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
 
@@ -173,9 +171,7 @@ class VocodeLoop:
         else:
             voice.interval_ns += (gap_ns - voice.interval_ns) // 2
         voice.put_ns = now_ns
-        while voice.num_put - voice.num_called >= RING_FRAMES:
-            has_worked = self._work()
-            assert has_worked, voice
+        self._work_until(lambda: voice.num_put - voice.num_called < RING_FRAMES)
         voice.num_put += 1
         return self.runner.place(voice.idx, voice.num_put - 1)
 
@@ -199,6 +195,7 @@ class VocodeLoop:
         head = voice.queue[0] if voice.queue else None
         if isinstance(head, StepRow) and not self._slots.is_current(head.slot):
             is_over = [isinstance(i, StepRow) and i.slot == head.slot for i in voice.queue]
+            voice.num_called += sum(is_over)  # their places are free
             voice.queue = deque(
                 item for item, over in zip(voice.queue, is_over, strict=True) if not over
             )
@@ -246,6 +243,12 @@ class VocodeLoop:
         if plan.slots:
             self._call(plan)
         return bool(plan.slots)
+
+    def _work_until(self, is_done: Callable[[], bool]) -> None:
+        """Work may find that a generation is over, and then what was waited for is done as well."""
+        while not is_done():
+            has_worked = self._work()
+            assert has_worked or is_done(), self._voices
 
     def _plan(self) -> CallPlan:
         now_ns = time.perf_counter_ns()

@@ -289,3 +289,73 @@ def test_frames_that_wait_are_not_written_over(monkeypatch):
         pass
     frames = range(3 * RING_FRAMES)
     assert bench.pcm(slot) == [(0, frame, frame + 1000 * frame) for frame in frames]
+
+
+def test_a_turn_begins_after_all_of_the_one_before_though_its_events_wait(monkeypatch):
+    """While a call runs, the end of its segment waits before the frames of the next one."""
+    bench = DeviceBench(monkeypatch)
+    slot = bench.slots.acquire()
+    bench.step((row(slot, 0), 5))
+    bench.loop._call(bench.loop._plan())
+    for made, code, is_end in (
+        (row(slot, 1), 0, True),
+        (row(slot, 0, segment=1, first_frame=1), 6, False),
+        (row(slot, 1, segment=1, first_frame=1), 0, True),
+        (row(slot, 0, turn_id=1), 7, False),
+        (row(slot, 1, turn_id=1), 0, True),
+    ):
+        bench.step((made, code), ends=[made] if is_end else [])
+    while bench.advance() is not None:
+        pass
+    assert bench.pcm(slot) == [(0, 0, 5), (0, 1, 1006), (1, 0, 7)]
+    assert bench.loop._voices[slot.idx].num_events == 0
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_a_cancel_while_room_is_made_for_a_frame_ends_nothing_else(monkeypatch, num_calls):
+    """The event loop bumps the generation at any time: also between two looks at it."""
+    bench = DeviceBench(monkeypatch)
+    slot, other = bench.slots.acquire(), bench.slots.acquire()
+    for frame in range(RING_FRAMES):
+        bench.step((row(slot, frame), frame))
+    bench.step((row(other, 0), 3))
+    read = bench.loop._read_oldest
+
+    def read_and_be_late():
+        read()
+        if bench.loop.num_calls >= num_calls and bench.slots.is_current(slot):
+            bench.slots.bump(slot)
+
+    monkeypatch.setattr(bench.loop, "_read_oldest", read_and_be_late)
+    frame = RING_FRAMES
+    while bench.slots.is_current(slot):
+        bench.step((row(slot, frame), frame))
+        frame += 1
+    new = slot._replace(generation=slot.generation + 1)
+    last = [row(new, 1, turn_id=1), row(other, 1)]
+    bench.step((row(new, 0, turn_id=1), 9))
+    bench.step(*[(end, 0) for end in last], ends=last)
+    while bench.advance() is not None:
+        pass
+    assert bench.pcm(new) == [(1, 0, 9)] and bench.pcm(other) == [(0, 0, 3)]
+    assert not any(voice.queue for voice in bench.loop._voices)
+
+
+def test_a_cancel_while_the_turn_before_is_finished_ends_nothing_else(monkeypatch):
+    bench = DeviceBench(monkeypatch)
+    slot = bench.slots.acquire()
+    bench.step((row(slot, 0), 5))
+    end = row(slot, 1)
+    bench.step((end, 0), ends=[end])
+    plan = bench.loop._plan
+
+    def plan_late():
+        if bench.slots.is_current(slot):
+            bench.slots.bump(slot)
+        return plan()
+
+    monkeypatch.setattr(bench.loop, "_plan", plan_late)
+    bench.step((row(slot, 0, turn_id=1), 6))
+    while bench.advance() is not None:
+        pass
+    assert not bench.pcm(slot)
