@@ -158,8 +158,8 @@ class Tenant:
         return TEXT_GROWS if is_stale or is_behind else NOTHING_TO_DO
 
     def forget_kv(self) -> None:
-        """Nothing is in the KV. The context stays what it is."""
-        self.key_in_kv, self.num_in_kv = None, 0
+        """Nothing is in the KV, nor reserved for what is next. The context stays what it is."""
+        self.key_in_kv, self.num_in_kv, self.has_reserved = None, 0, False
         for prefix in (self.prefix, self.opening_prefix):
             if prefix is not None:
                 prefix.num_done = 0

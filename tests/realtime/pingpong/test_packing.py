@@ -223,3 +223,21 @@ def test_packed_says_what_each_says_alone() -> None:
         for want, got in zip(alone, packed, strict=True):
             assert len(want) and want.shape == got.shape
             np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_who_asks_for_another_voice_while_one_is_written_does_not_wait_for_itself() -> None:
+    calls = Calls(max_positions=256, kv_pages=1 + 44, chunk_positions=16)
+    memory, tenants = calls.prefill.kv.memory, calls.prefill._tenants
+    talker = calls.open(0)
+    calls.run()
+    calls.say(talker, "a" * 60, is_closed=False)
+    calls.run()
+    slot = calls.engine.slots.acquire()
+    assert slot is not None
+    calls.engine.submit(OpenSlot(slot, (voice(1, 20),), "", sampling(), 1000))
+    assert calls.prefill.step() and tenants[slot.idx].has_reserved
+    calls.say(talker, "a" * 110, is_closed=False)  # more than there is room for
+    calls.engine.submit(OpenSlot(slot, (voice(2, 65),), "", sampling(), 1000))  # as well
+    calls.run()
+    assert tenants[slot.idx].opening is None and memory.num_waiting == 0
+    assert calls.prefill.kv.num_stripped == 1
