@@ -175,20 +175,26 @@ class MessageReader:
     """Bytes in any pieces -> messages."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._pieces: list[bytes] = []  # of a message that is not whole yet
+        self._num_missing = 0  # bytes, at least: no look at the pieces is worth it before
 
     def feed(self, data: bytes) -> list[Any]:
-        if self._rest:
-            data = self._rest + data
-        messages, at = [], 0
+        self._pieces.append(data)
+        self._num_missing -= len(data)
+        if self._num_missing > 0:
+            return []
+        if len(self._pieces) > 1:
+            data = b"".join(self._pieces)
+        messages, at, end = [], 0, _LENGTH.size
         while len(data) - at >= _LENGTH.size:
             size, kind = _LENGTH.unpack_from(data, at)
             end = at + _LENGTH.size + size
             if end > len(data):
                 break
             messages.append(_unpacked(data, at + _LENGTH.size, end, kind))
-            at = end
-        self._rest = data[at:]
+            at, end = end, end + _LENGTH.size
+        self._pieces = [data[at:]] if at < len(data) else []
+        self._num_missing = end - len(data)
         return messages
 
 

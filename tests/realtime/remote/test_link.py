@@ -85,3 +85,15 @@ def test_the_other_end_closing_ends_both() -> None:
             link.send("anybody there?")
     link.close()
     link.close()
+
+
+def test_a_long_message_is_put_together_once() -> None:
+    """A clip of 20 MB comes in hundreds of pieces, and commands wait behind it."""
+    clip = bytes(2**21)
+    data = b"".join(part for message in ("before", clip, "after") for part in packed(message))
+    reader, got, pieces = MessageReader(), [], []
+    for at in range(0, len(data), 1000):
+        got += reader.feed(data[at : at + 1000])
+        pieces.append(len(reader._pieces))
+    assert got == ["before", clip, "after"]
+    assert pieces[1:2001] == list(range(2, 2002)) and pieces[-1] == 0
