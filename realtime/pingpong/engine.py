@@ -165,10 +165,10 @@ class PingPongEngine:
             thread.start()
 
     def submit(self, command: Command) -> None:
+        if isinstance(command, OpenSlot):  # before the look: a thread that dies after it says so
+            self._opened[command.slot.idx] = command.slot
         if self._failure is not None or self._is_stopping.is_set():
             raise EngineError("engine_stopped", self._failure or "the engine is stopped")
-        if isinstance(command, OpenSlot):
-            self._opened[command.slot.idx] = command.slot
         idx = command.slot.idx
         num_waiting = self._num_submitted[idx] - self._prefill.num_received[idx]
         if num_waiting >= MAX_WAITING_COMMANDS and not isinstance(command, CloseSlot):

@@ -47,6 +47,7 @@ from realtime.threads import name_thread
 
 MAX_WAITING_COMMANDS = 64  # of a slot, on their way; as an engine's own limit
 _STOP_S = 15.0
+_EXIT_S = 1.0  # to know the exit code
 
 logger = logging.getLogger(__name__)
 
@@ -128,14 +129,14 @@ class RemoteEngine:
         self._send(Begin())
 
     def submit(self, command: Command) -> None:
+        idx, is_close = command.slot.idx, isinstance(command, CloseSlot)
+        if isinstance(command, OpenSlot):  # before the look: an engine that dies after it says so
+            self._opened[idx] = command.slot
         if self._failure is not None or self._is_stopping:
             raise EngineError("engine_stopped", self._failure or "the engine is stopped")
-        idx, is_close = command.slot.idx, isinstance(command, CloseSlot)
         num_waiting = self._num_submitted[idx] - self._num_taken[idx]
         if num_waiting >= MAX_WAITING_COMMANDS and not is_close:
             raise EngineError("engine_overloaded", f"{num_waiting} commands of the slot wait")
-        if isinstance(command, OpenSlot):
-            self._opened[idx] = command.slot
         self._num_submitted[idx] += 1
         self._send(command)
 
@@ -199,10 +200,17 @@ class RemoteEngine:
 
     def _read(self) -> None:
         name_thread("plosive-events")
-        self._link.receive(self._take)
+        try:
+            self._link.receive(self._take)
+        except Exception:
+            logger.exception("%s cannot be understood", self._name)
         if not self._is_stopping:
-            self._process.join(_STOP_S)
-            self._die(f"the process of {self._name} ended (exit code {self._process.exitcode})")
+            told, ended = self._failure, f"the process of {self._name} ended"
+            self._failure = told or ended  # now: giving a device's memory back may take it a while
+            self._process.join(_EXIT_S)
+            failure = f"{ended} (exit code {self._process.exitcode})"
+            self._failure = told or failure
+            self._die(failure)
         self._is_loaded.set()
 
     def _take(self, message: Any) -> None:
@@ -210,7 +218,7 @@ class RemoteEngine:
             case Health(failure, stats):
                 self._failure, self._stats = self._failure or failure, stats
             case Answer(call_id, value):
-                done, box = self._calls[call_id]
+                done, box = self._calls.get(call_id, (threading.Event(), []))  # or given up
                 box.append(value)
                 done.set()
             case Loaded(info):
@@ -227,7 +235,6 @@ class RemoteEngine:
         """The process is gone: nothing it was asked for will be answered."""
         if self._info is None and self._refusal is None:
             self._refusal = PlosiveError("model_unusable", failure)
-        self._failure = self._failure or failure
         for slot in list(self._opened.values()):
             self._sink(SlotFailed(slot, failure))
 

@@ -328,6 +328,21 @@ def test_a_dead_thread_fails_every_session_and_refuses_commands(
             engine.submit(EndTurn(slot, 1, 0))
 
 
+def test_a_slot_that_is_opened_while_a_thread_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(tiny_model(), num_slots=1) as (engine, recorder):
+        slot = engine.slots.acquire()
+        assert slot is not None
+
+        def die_and_go_on() -> bool:
+            engine._die("device lost")
+            return False
+
+        monkeypatch.setattr(engine._is_stopping, "is_set", die_and_go_on)
+        engine.submit(OpenSlot(slot, (), "", sampling(), 1000))
+        monkeypatch.undo()
+        assert recorder.wait(SlotFailed).slot == slot
+
+
 def test_a_slot_that_commands_too_much_is_refused_without_a_wait_and_alone() -> None:
     gate = threading.Event()
 

@@ -11,6 +11,7 @@ from realtime.errors import EngineError, PlosiveError, VoiceError
 from realtime.pingpong.messages import (
     CancelTurn,
     CloseSlot,
+    Event,
     FramePcm,
     SetText,
     SlotClosed,
@@ -20,6 +21,7 @@ from realtime.pingpong.messages import (
 )
 from realtime.pingpong.slots import Slots
 from realtime.remote.engine import MAX_WAITING_COMMANDS, RemoteEngine
+from realtime.remote.process import Call
 from tests.support.recorder import Recorder
 from tests.support.tones import (
     fall_over,
@@ -154,3 +156,26 @@ def test_stop_does_not_wait_for_an_engine_that_loads() -> None:
     assert time.monotonic() - started_s < 5.0
     with pytest.raises(ProcessLookupError):
         os.kill(remote.pid or 0, 0)
+
+
+def test_an_answer_that_nobody_waits_for_any_more_harms_nobody(remote: RemoteEngine) -> None:
+    recorder = Recorder()
+    remote.start(recorder)
+    slot = opened(remote, recorder)
+    remote._send(Call(10**6, "check_voice", (VOICE,)))  # as one that was given up
+    say(remote, slot, 1, "Still here.")
+    assert recorder.wait(TurnEnd).turn_id == 1
+
+
+def test_events_that_cannot_be_taken_are_the_end_of_the_engine(remote: RemoteEngine) -> None:
+    recorder = Recorder()
+
+    def fail_once(event: Event) -> None:
+        if isinstance(event, FramePcm):
+            raise RuntimeError("the receiver is broken")
+        recorder(event)
+
+    remote.start(fail_once)
+    slot = opened(remote, recorder)
+    say(remote, slot, 1, "Nobody hears it.")
+    assert recorder.wait(SlotFailed).slot == slot and remote.failure is not None
