@@ -93,7 +93,7 @@ def load_codec(
     file = weight_file(Path(path))
     raw = _read_config(file.parent / "config.json")
     kind = "dac" if raw is None else raw.get("type", "dac")
-    if kind not in _BUILDERS:
+    if not isinstance(kind, str) or kind not in _BUILDERS:
         raise ConfigError(f"codec_config.type: expected one of {sorted(_BUILDERS)}, found {kind!r}")
     weights = Weights(read_tensors(file), str(file), torch.device(device), dtype)
     codec = _BUILDERS[kind](raw, weights, is_fused)

@@ -84,8 +84,18 @@ class Weights:
             f32 `shape` (cpu): folded weight norm where the checkpoint has it.
 
         Raises:
-            CheckpointError: if it is missing or has another shape.
+            CheckpointError: if it is missing, has another shape, or holds what is no finite number.
         """
+        weight = self._folded(name, shape)
+        low, high = torch.aminmax(weight)
+        if not bool(low.isfinite() & high.isfinite()):
+            raise CheckpointError(
+                f"{self._source}: tensor {self._prefix + name} holds values that are no finite "
+                "numbers; expected none; download the codec again, or ask who trained it"
+            )
+        return weight
+
+    def _folded(self, name: str, shape: tuple[int, ...]) -> Tensor:
         full_name = self._prefix + name
         if name.endswith("weight") and full_name not in self._tensors:
             stem = full_name.removesuffix("weight")

@@ -8,6 +8,7 @@ key is an error, so that no setting is silently ignored.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,7 +120,10 @@ _S2: Mapping[str, Any] = {
     },
 }
 
+_UNUSED_LAYERS = "decoder_transformer_layers"
 _MISSING = object()
+_MAX_COUNT = 2**31 - 1
+_MAX_CODEBOOKS = 1024
 
 
 class _Fields:
@@ -140,17 +144,21 @@ class _Fields:
     def _bad(self, key: str, value: object, expected: str) -> ConfigError:
         return ConfigError(f"{self._where}.{key}: expected {expected}, found {value!r}")
 
-    def count(self, key: str, default: object = _MISSING) -> int:
+    def count(self, key: str, default: object = _MISSING, most: int = _MAX_COUNT) -> int:
         value = self._take(key, default)
         if not _is_count(value):
             raise self._bad(key, value, "a positive integer")
         assert isinstance(value, int), value
+        if value > most:
+            raise self._bad(key, value, f"at most {most}")
         return value
 
     def number(self, key: str, default: object = _MISSING) -> float:
         value = self._take(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self._bad(key, value, "a positive number")
+        if value > sys.float_info.max:
+            raise self._bad(key, value, "a finite number")
         return float(value)
 
     def counts(
@@ -220,7 +228,7 @@ def _read_nested(top: _Fields) -> DacConfig:
     pre_post.must_be("causal", True)
     semantic, num_residual = (
         quantizer.count("semantic_codebook_size"),
-        quantizer.count("n_codebooks"),
+        quantizer.count("n_codebooks", most=_MAX_CODEBOOKS),
     )
     config = DacConfig(
         sample_rate=top.count("sample_rate"),
@@ -238,7 +246,13 @@ def _read_nested(top: _Fields) -> DacConfig:
         post=transformer,
     )
     # The decoder's transformers are configured in published checkpoints but hold no weights.
-    top.ignore("type", "decoder_transformer_layers")
+    unused = top.counts(_UNUSED_LAYERS, [0] * len(config.decoder_rates), _is_count_or_zero)
+    if len(unused) != len(config.decoder_rates):
+        raise ConfigError(
+            f"codec_config: {len(unused)} {_UNUSED_LAYERS} for {len(config.decoder_rates)} "
+            "decoder_rates; they must agree"
+        )
+    top.ignore("type")
     for fields in (pre_post, quantizer, general, top):
         fields.finish()
     return config
@@ -262,7 +276,10 @@ def _read_flat(top: _Fields) -> DacConfig:
             norm_eps,
         )
 
-    semantic, num_residual = top.count("semantic_codebook_size"), top.count("n_codebooks")
+    semantic, num_residual = (
+        top.count("semantic_codebook_size"),
+        top.count("n_codebooks", most=_MAX_CODEBOOKS),
+    )
     config = DacConfig(
         sample_rate=top.count("sample_rate"),
         encoder_dim=top.count("encoder_dim"),

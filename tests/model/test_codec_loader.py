@@ -150,6 +150,7 @@ def test_codec_pth_comes_before_safetensors(tmp_path, tensors):
 
 
 NAME = "decoder.model.6.conv.bias"
+GAIN = "encoder.block.0.conv.parametrizations.weight.original0"
 
 
 @pytest.mark.parametrize(
@@ -158,13 +159,21 @@ NAME = "decoder.model.6.conv.bias"
         (lambda t: t.pop(NAME), rf"tensor {NAME} is missing; expected shape \[1\]"),
         (lambda t: t.update({NAME: torch.zeros(3)}), rf"{NAME} has shape \[3\]; expected \[1\]"),
         (lambda t: t.update({NAME: torch.zeros(1, dtype=torch.int64)}), rf"{NAME} has dtype"),
+        (
+            lambda t: t.update({NAME: torch.full_like(t[NAME], torch.nan)}),
+            rf"{NAME} holds values that are no finite numbers",
+        ),
+        (
+            lambda t: t.update({GAIN: t[GAIN] * torch.inf}),
+            r"encoder\.block\.0\.conv\.weight holds values that are no finite numbers",
+        ),
         (lambda t: t.update({"extra.weight": torch.zeros(3)}), r"no place for: extra.weight \[3\]"),
         (
-            lambda t: t.pop("encoder.block.0.conv.parametrizations.weight.original0"),
+            lambda t: t.pop(GAIN),
             r"encoder\.block\.0\.conv\.parametrizations\.weight\.original0 is missing",
         ),
     ],
-    ids=["missing", "shape", "dtype", "left over", "half a weight norm"],
+    ids=["missing", "shape", "dtype", "NaN", "infinite", "left over", "half a weight norm"],
 )
 def test_tensor_errors(tmp_path, tensors, change, message):
     changed = dict(tensors)
@@ -222,6 +231,20 @@ def nested(**changes):
     [
         (nested(surprise=1), r"codec_config: unknown keys \['surprise'\]"),
         (nested(type="flac"), r"codec_config.type: expected one of \['dac', 'spectral'\]"),
+        (nested(type=[0]), r"codec_config.type: expected one of .*, found \[0\]"),
+        (nested(decoder_transformer_layers="x"), r"decoder_transformer_layers: expected a list"),
+        (
+            nested(decoder_transformer_layers=[1]),
+            r"1 decoder_transformer_layers for \d+ decoder_ra",
+        ),
+        (nested(encoder_dim=10**30), r"codec_config.encoder_dim: expected at most 2147483647"),
+        ({**FLAT, "n_codebooks": 10**30}, r"codec_config.n_codebooks: expected at most 1024"),
+        (
+            nested(quantizer=CONFIG["quantizer"] | {"n_codebooks": 10**30}),
+            r"codec_config.quantizer.n_codebooks: expected at most 1024",
+        ),
+        ({**FLAT, "norm_eps": 10**400}, r"codec_config.norm_eps: expected a finite number"),
+        ({**FLAT, "norm_eps": float("inf")}, r"codec_config.norm_eps: expected a finite number"),
         (nested(encoder_dim=0), r"codec_config.encoder_dim: expected a positive integer, found 0"),
         (nested(decoder_rates=[8, 8, 4]), "encoder_rates multiply to 512, decoder_rates to 256"),
         (nested(transformer=3), r"codec_config.transformer: expected an object, found int"),
