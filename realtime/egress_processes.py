@@ -17,12 +17,12 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+from realtime.child_signals import ignore_signals, start_deaf
 from realtime.deadline_queue import DeadlineQueue
 from realtime.egress import count, encoders_for
 from realtime.encoders import Encoders, LoopEvent, in_pieces
@@ -65,7 +65,7 @@ class _Worker:
         self.process = context.Process(
             target=run_worker, args=(theirs, codec_rate, generations), name="plosive-encode"
         )
-        self.process.start()
+        start_deaf(self.process)
         theirs.close()
         self.link = Link(ours, "encode")
         self.reader = MessageReader()
@@ -215,8 +215,7 @@ class EgressProcesses:
 def run_worker(sock: socket.socket, codec_rate: int, generations: Generations) -> None:
     """One thread: read what is there, encode the most urgent, send. Ends with the server, whose
     business signals are."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     name_thread("plosive-encode")
     spare_what_is_loaded()
     with contextlib.suppress(ConnectionError):

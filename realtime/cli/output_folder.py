@@ -44,7 +44,7 @@ def output_folder(
         )
     partial = out.with_name(f".{out.name[:_MAX_NAME_CHARS]}.{os.getpid()}")
     try:
-        with _signals_raised():
+        with signals_raised():
             partial.mkdir()
             with progress_bar(num_shown or num_bytes, title) as on_bytes:
                 yield partial, on_bytes
@@ -63,7 +63,7 @@ def output_folder(
 
 
 @contextmanager
-def _signals_raised() -> Iterator[None]:
+def signals_raised() -> Iterator[None]:
     """What would end the process at once raises SystemExit, as Ctrl-C raises KeyboardInterrupt."""
 
     def end(number: int, _frame: FrameType | None) -> None:

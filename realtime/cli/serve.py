@@ -19,7 +19,7 @@ import uvicorn
 from model.embedded import embedded_path
 from realtime import config as options
 from realtime.auth import ApiKeys, load_api_keys
-from realtime.cli.output_folder import progress_bar
+from realtime.cli.output_folder import progress_bar, signals_raised
 from realtime.cli.placement import place
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
@@ -133,7 +133,8 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
         _check_descriptors(config)
         load_opuslib()
         sock = bind(config.host, config.port)
-        engine = engine_factory(config)
+        with signals_raised():  # so that engines that load end with this process
+            engine = engine_factory(config)
         return asyncio.run(_serve(config, engine, sock, started_s, keys))
     except PlosiveError as error:
         print(f"plosive: {error.message}", file=sys.stderr)
@@ -278,7 +279,8 @@ async def _announce(
     try:
         await hub.wait_until_ready()
     except Exception as error:
-        print(f"plosive: the model cannot be served: {error}", file=sys.stderr)
+        why = error.message if isinstance(error, PlosiveError) else error
+        print(f"plosive: the model cannot be served: {why}", file=sys.stderr)
         raise
     spare_what_is_loaded()
     url, ready_s = _url(config.host, sock), time.monotonic() - started_s

@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from realtime.child_signals import start_deaf
 from realtime.errors import EngineError, PlosiveError, VoiceError
 from realtime.pingpong.api import EngineInfo
 from realtime.pingpong.messages import (
@@ -86,7 +87,7 @@ class RemoteEngine:
         self._process = context.Process(
             target=process.run, args=(theirs, factory, shared), name=f"plosive-{name}"
         )
-        self._process.start()
+        start_deaf(self._process)
         theirs.close()
         self._link = Link(ours, "commands")
         self._reader = threading.Thread(target=self._read, name="plosive-events", daemon=True)

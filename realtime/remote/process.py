@@ -6,7 +6,6 @@ what is late is dropped here too; everything else travels through the link.
 
 import logging
 import os
-import signal
 import socket
 import threading
 from collections import deque
@@ -15,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from realtime.child_signals import ignore_signals
 from realtime.errors import EngineError, PlosiveError
 from realtime.garbage import spare_what_is_loaded
 from realtime.pingpong.api import Engine, EngineInfo
@@ -82,8 +82,7 @@ class Shared:
 def run(sock: socket.socket, factory: EngineFactory, shared: Shared) -> None:
     """The main function of the process. Signals are for the server, which drains and then ends this
     process; should the server be gone, the link ends and so does this."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
     name_thread("plosive-engine")
     link = Link(sock, "events")
     try:

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -163,6 +165,32 @@ def test_a_signal_to_the_whole_group_lets_the_turn_end() -> None:
                 return num_packets
 
         assert asyncio.run(talk()) > 100
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_engines_load_ends_everything_without_a_word(
+    number: signal.Signals, code: int
+) -> None:
+    options = ["--port", "0", "--model", "random:tiny", "--device", "cpu,cpu"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "realtime", "serve", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    with server:
+        try:
+            while len(engines := children(server.pid)) < 2:
+                assert server.poll() is None
+                time.sleep(0.01)
+            os.killpg(server.pid, number)
+            output, _ = server.communicate(timeout=20.0)
+        finally:
+            server.kill()
+    assert (server.returncode, output) == (code, b"")
+    for engine in engines:
+        assert not Path(f"/proc/{engine}").exists()
 
 
 def test_serve_over_two_real_engines() -> None:

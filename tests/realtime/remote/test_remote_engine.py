@@ -149,6 +149,21 @@ def test_stop_ends_the_process_whatever_it_does() -> None:
         remote.submit(CloseSlot(slot))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_imports_is_the_servers(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    remote = RemoteEngine(make_tone, num_slots=1)
+    end_s = time.monotonic() + 0.3  # of at least that much importing
+    while time.monotonic() < end_s:
+        os.kill(remote.pid or 0, number)
+        time.sleep(0.01)
+    assert remote.load().info.num_slots == 1
+    remote.stop()
+    assert capfd.readouterr().err == ""
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_stop_does_not_wait_for_an_engine_that_loads() -> None:
     remote = RemoteEngine(load_forever, num_slots=1)
     started_s = time.monotonic()
