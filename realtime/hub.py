@@ -96,7 +96,8 @@ class Hub:
         try:
             await asyncio.to_thread(self._engine.warm_up, self._default_voices())
         except Exception as error:  # told by `wait_until_ready` and `/ready`
-            logger.exception("the warm-up failed")
+            if not isinstance(error, PlosiveError):  # whose sentence says it all
+                logger.exception("the warm-up failed")
             self.state = State.FAILED
             self._failure = error
         if self.state is State.STARTING:
@@ -158,10 +159,18 @@ class Hub:
         slot = self._engine.slots.acquire()
         if slot is None:
             self._metrics.refused.labels("at_capacity").inc()
-            num_slots = self._engine.info.num_slots
-            raise CapacityError(f"all {num_slots} slots are taken; try again shortly")
+            raise CapacityError(f"{self._what_is_taken()}; try again shortly")
         self._engine.set_blocked(slot, False)  # whatever the last tenant left
         return slot
+
+    def _what_is_taken(self) -> str:
+        num_slots, num_lost = self._engine.info.num_slots, self._engine.slots.num_lost
+        if not num_lost:
+            return f"all {num_slots} slots are taken"
+        return (
+            f"all {num_slots - num_lost} slots that are left are taken ({num_lost} of {num_slots} "
+            "are lost with an engine that died)"
+        )
 
     def give_back(self, slot: SlotRef) -> None:
         """The upgrade failed after `admit`."""

@@ -45,6 +45,10 @@ class SlotTable(Protocol):
     @property
     def num_free(self) -> int: ...
 
+    @property
+    def num_lost(self) -> int:
+        """Of an engine that died while others live: neither free nor taken."""
+
     def acquire(self) -> SlotRef | None:
         """A free slot with a fresh generation, or None."""
 

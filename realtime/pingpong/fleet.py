@@ -67,6 +67,10 @@ class FleetSlots(Slots):
         """Of the engines that live."""
         return sum(engine.slots.num_free for engine in self._engines if engine.failure is None)
 
+    @property
+    def num_lost(self) -> int:
+        return sum(e.info.num_slots for e in self._engines if e.failure is not None)
+
     def acquire(self) -> SlotRef | None:
         idx = self.most_free()
         slot = super().acquire() if idx is not None else None

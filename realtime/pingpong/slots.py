@@ -41,6 +41,10 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_lost(self) -> int:
+        return 0
+
     def acquire(self) -> SlotRef | None:
         if not self._free:
             return None

@@ -11,6 +11,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from realtime import wire
+from realtime.errors import VoiceError
+from realtime.hub import State
 from tests.fakes import FakeEngine
 from tests.realtime.support import Client, decode, make_engine, serving, session
 
@@ -222,6 +224,18 @@ async def test_failed_warm_up(tmp_path: Path) -> None:
             await served.hub.wait_until_ready()
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/health")).status_code == 503
+
+
+async def test_a_warm_up_that_fails_with_a_sentence_says_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(tmp_path)
+    engine.warm_up_error = VoiceError("invalid_voice", "the default voice is too long")
+    async with serving(tmp_path, engine, until_ready=False) as served:
+        with pytest.raises(VoiceError, match="too long"):
+            await served.hub.wait_until_ready()
+        assert served.hub.state is State.FAILED
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_model_without_its_default_voice_is_served(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from realtime import wire
-from realtime.errors import EngineError
+from realtime.errors import CapacityError, EngineError
 from realtime.pingpong.fleet import Fleet
 from realtime.pingpong.messages import (
     CancelTurn,
@@ -234,8 +234,11 @@ async def test_a_server_over_two_engines(tmp_path: Path) -> None:
                 assert engines[number].slots.num_free == 0
             for client in (doomed, spared):
                 assert (await client.say("Hello from one of two.")).metrics.num_frames == 11
+            assert served.hub._what_is_taken() == "all 2 slots are taken"
             engines[0].failure = "its device is gone"
             engines[0].die()
+            with pytest.raises(CapacityError, match=r"all 1 slots .* left are .*1 of 2 are lost"):
+                served.hub.admit()
             assert (await doomed.until(wire.Error)).fatal
             done = await spared.say("The other speaks on.", turn_id=2)
             assert done.metrics.num_frames == 10
