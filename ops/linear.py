@@ -115,19 +115,18 @@ def launch(
     if has_norm and variant.plan.norm == 0:
         assert isinstance(x, PendingNorm)
         x = x.run()
-    tensor_map, rows, scale = _rows(x, variant.plan)
+    tensor_map, norm, scale = _rows(x, variant.plan)
     variant.kernel.launch(
         variant.grid,
         (variant.plan.threads,),
         [
             tensor_map,
-            rows,
+            norm,
             weight.data,
             weight.tile_scale,
             scale,
             _output(out, bias, residual),
             ctypes.c_int32(weight.data.shape[1]),
-            ctypes.c_int32(variant.plan.prefetch),
         ],
         shared_bytes=variant.shared_bytes,
         cluster=(variant.cluster, 1, 1),
@@ -167,13 +166,13 @@ def _variant(
         plan,
         nvrtc.kernel("linear.cu", "linear", defines=plan.defines(is_fp8, is_gate_up, num_columns)),
         (num_ctas, ceil_div(num_rows, plan.cols)),
-        plan.shared_bytes(is_fp8, is_gate_up, k_tiles, num_rows),
+        plan.shared_bytes(is_fp8, is_gate_up, k_tiles),
         cluster,
     )
 
 
-class _Rows(ctypes.Structure):
-    """`Rows` of linear_rows.cuh."""
+class _Norm(ctypes.Structure):
+    """`NormInput` of linear_norm.cuh."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -198,7 +197,7 @@ class _Output(ctypes.Structure):
     )
 
 
-_NO_ROWS = _Rows()
+_NO_NORM = _Norm()
 _NO_TENSOR_MAP = (ctypes.c_uint64 * 16)()
 
 
@@ -209,17 +208,14 @@ def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _O
     return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
 
 
-def _rows(x: Input, plan: Plan) -> tuple[ctypes.Array[ctypes.c_uint64], _Rows, Tensor | None]:
-    """x as the kernel takes it: by the copy engine, or by address; and its scales."""
+def _rows(x: Input, plan: Plan) -> tuple[ctypes.Array[ctypes.c_uint64], _Norm, Tensor | None]:
+    """x as the kernel takes it: for the copy engine, or for the norm; and its scales."""
     if isinstance(x, PendingNorm):
-        rows = _Rows(x.x.data_ptr(), x.weight.data_ptr(), x.eps, *x.shape)
-        return _NO_TENSOR_MAP, rows, None
+        norm = _Norm(x.x.data_ptr(), x.weight.data_ptr(), x.eps, *x.shape)
+        return _NO_TENSOR_MAP, norm, None
     values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
-    if plan.is_direct:
-        assert len(values) <= plan.cols, (values.shape, plan)
-        return _NO_TENSOR_MAP, _Rows(values.data_ptr(), None, 0.0, *values.shape), scale
     tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), plan.cols)
-    return tensor_map, _NO_ROWS, scale
+    return tensor_map, _NO_NORM, scale
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from ops.reference_fp8 import ceil_div
 
 ROWS_PER_TILE = 64
 _TILE_BYTES = 8192
-_MAX_OWN_EXCHANGE = 16384  # a larger one lies in the ring, when that is done with
+_MAX_OWN_EXCHANGE = 8192  # a larger one lies in the ring, when that is done with
 _WIDTHS = (8, 16, 32, 64, 96, 128)
 
 
@@ -22,10 +22,7 @@ class Plan:
         warpgroups: 64 rows of the weight each.
         stages: K tiles in flight per CTA.
         split: CTAs that share a tile's K.
-        prefetch: K tiles a CTA asks into the L2 beyond its ring before it waits.
         blocks_per_sm: CTAs an SM must have registers for.
-        is_direct: the CTA's part of x is loaded at once, without the copy engine.
-        is_interleaved: few rows that the CTA writes itself are stored without padding to eight.
         norm: rows that every CTA normalises itself; 0 if x comes normalised.
     """
 
@@ -33,10 +30,7 @@ class Plan:
     warpgroups: int
     stages: int
     split: int
-    prefetch: int = 0
     blocks_per_sm: int = 1
-    is_direct: bool = False
-    is_interleaved: bool = False
     norm: int = 0
 
     def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
@@ -49,8 +43,6 @@ class Plan:
             "STAGES": self.stages,
             "SPLIT": self.split,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "DIRECT": int(self.is_direct and not self.norm),
-            "INTERLEAVED": int(self.is_interleaved),
             "NORM": self.norm,
             "ITEMS": ceil_div(ceil_div(in_features, 128) * 128, values_per_pass)
             if self.norm
@@ -59,25 +51,16 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + (32 if self.warpgroups < 4 else 0)
+        return 128 * self.warpgroups + 32
 
     def cluster(self, is_gate_up: bool, is_fp8: bool) -> int:
         """CTAs of a cluster: the parts of K, or the CTAs that quantise 128 features together."""
         return 4 // self.warpgroups if is_gate_up and is_fp8 else self.split
 
-    def shared_bytes(
-        self, is_fp8: bool, is_gate_up: bool, num_blocks: int, num_rows: int = 8
-    ) -> int:
+    def shared_bytes(self, is_fp8: bool, is_gate_up: bool, num_blocks: int) -> int:
         """Dynamic shared memory, as the kernel lays it out."""
         most_blocks = ceil_div(num_blocks, self.split)
-        is_resident = self.norm > 0 or self.is_direct
-        operand = self.stages * self.cols * 128
-        if is_resident:
-            operand = most_blocks * self.cols * 128
-        if is_resident and self.cols == 8 and self.is_interleaved:
-            rows = self.norm or 1 << (num_rows - 1).bit_length()
-            operand = (most_blocks + 1) * rows * 128
-        scales = is_fp8 * (most_blocks if is_resident else self.stages) * self.cols * 4
+        row_bytes = 128 + 4 * is_fp8  # of a block of an activation
         exchange = 0
         if is_gate_up and is_fp8:
             exchange = 4 * 17 * self.cols
@@ -85,8 +68,7 @@ class Plan:
             exchange = 4 * ROWS_PER_TILE * self.warpgroups * self.cols
         return (
             self.stages * (self.warpgroups * _TILE_BYTES + 16)
-            + operand
-            + scales
+            + (most_blocks if self.norm else self.stages) * self.cols * row_bytes
             + (exchange if exchange <= _MAX_OWN_EXCHANGE else 0)
             + is_fp8 * most_blocks * self.warpgroups * 8
             + self.norm * self.warpgroups * 16
@@ -99,31 +81,36 @@ _MEASURED: dict[tuple[int, int], dict[int, Plan]] = {
         8: Plan(8, 1, 8, 2),
         16: Plan(16, 1, 8, 2),
         32: Plan(32, 2, 4, 4),
-        64: Plan(64, 1, 4, 2),
+        64: Plan(64, 1, 5, 2),
+        96: Plan(96, 2, 4, 2),
         128: Plan(64, 2, 3, 2),
     },
     (2560, 4096): {
         8: Plan(8, 1, 6, 4),
         16: Plan(16, 1, 6, 4),
         32: Plan(32, 2, 4, 8),
-        64: Plan(64, 1, 4, 4),
+        64: Plan(64, 1, 5, 4),
+        96: Plan(96, 1, 3, 8, blocks_per_sm=3),
         128: Plan(64, 2, 3, 4),
     },
     (19456, 2560): {
-        8: Plan(8, 1, 5, 1),
+        8: Plan(8, 1, 8, 1),
         16: Plan(16, 1, 6, 1),
         32: Plan(32, 2, 4, 1),
         64: Plan(64, 1, 4, 1, blocks_per_sm=3),
+        96: Plan(96, 1, 2, 1, blocks_per_sm=3),
         128: Plan(128, 1, 2, 1, blocks_per_sm=3),
     },
     (2560, 9728): {
         8: Plan(8, 1, 6, 8),
         16: Plan(16, 1, 6, 8),
         32: Plan(32, 1, 6, 4),
-        64: Plan(64, 1, 3, 8),
+        64: Plan(64, 1, 4, 8, blocks_per_sm=3),
+        96: Plan(96, 1, 3, 8, blocks_per_sm=3),
         128: Plan(64, 2, 3, 4),
     },
 }
+_MAX_NORM_STAGES = 5  # of gate_up: x takes shared memory too, and three CTAs are to fit an SM
 
 
 def plan_for(
@@ -140,7 +127,8 @@ def plan_for(
     measured = _MEASURED.get((out_features, in_features), {})
     for width, plan in measured.items():
         if num_rows <= width:
-            return replace(plan, norm=norm)
+            stages = min(plan.stages, _MAX_NORM_STAGES) if norm and is_gate_up else plan.stages
+            return replace(plan, stages=stages, norm=norm)
     cols = next((width for width in _WIDTHS if num_rows <= width), _WIDTHS[-1])
     warpgroups = 1 if cols <= 32 else 2
     num_blocks = ceil_div(in_features, 128) * (1 if kind == "bsfp8" else 2)

@@ -12,12 +12,11 @@
 // Defines: IS_FP8 (e4m3 with a scale per 1x128 of x and 128x128 of the weight, else bf16), COLS,
 // WARPGROUPS, STAGES, SPLIT, GATE_UP (rows are 8 of gate, 8 of up, ...; SwiGLU; fp8 is quantised
 // again, for which the CTAs of 128 features form a cluster), NORM (not 0: x is bf16 and each CTA
-// normalises these many rows itself, 8 values x ITEMS per thread), DIRECT (the CTA's part of x is loaded
-// at once, without the copy engine; one CTA has all rows), BLOCKS_PER_SM (CTAs an SM must have
+// normalises these many rows itself, 8 values x ITEMS per thread), BLOCKS_PER_SM (CTAs an SM must have
 // registers for).
 
 #include "linear_epilogue.cuh"
-#include "linear_rows.cuh"
+#include "linear_norm.cuh"
 
 namespace {
 
@@ -26,8 +25,7 @@ struct alignas(64) TensorMap {
 };
 
 struct Shared {
-  u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole if resident
-  int rows;                                // of the operand if it is interleaved
+  u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole with NORM
 };
 
 struct Problem {
@@ -35,18 +33,9 @@ struct Problem {
   const float* act_scales;  // [num_blocks, scale_stride]
   int num_blocks;           // of 128 bytes of K
   int scale_stride;
-  int tile;           // of this CTA: its first row tile / WARPGROUPS
-  int begin, blocks;  // its K tiles
-  int start;          // the one it begins with
-  int first_row;      // of x
-  int prefetch;       // K tiles asked into the L2 beyond the ring before waiting
-
-  // Block of step i, counted from `begin`. CTAs begin at different blocks and go round: at the same
-  // moment they ask for different parts of x, whose lines would else be asked of the L2 all at once.
-  DEVICE int at(int i) const {
-    const int block = start + i;
-    return block < blocks ? block : block - blocks;
-  }
+  int tile;                 // of this CTA: its first row tile / WARPGROUPS
+  int begin, blocks;        // its K tiles
+  int first_row;            // of x
 };
 
 DEVICE const u8* tile_address(const Problem& p, int group, int block) {
@@ -65,7 +54,7 @@ DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int 
 
 DEVICE void load_activations(const Shared& shared, const Problem& p, const TensorMap& map, int block,
                              int stage) {
-  if (kIsResident) return;
+  if (NORM) return;
   const u32 barrier = shared.full + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, COLS) * 4 : 0;
   barrier_expect(barrier, kActBytes + scale_bytes);
@@ -78,14 +67,6 @@ DEVICE void load_activations(const Shared& shared, const Problem& p, const Tenso
     bulk_copy(shared.scales + stage * COLS * 4,
               p.act_scales + static_cast<i64>(block) * p.scale_stride + p.first_row, scale_bytes,
               barrier);
-}
-
-DEVICE void prefetch_weights(const Problem& p, int block) {
-#pragma unroll
-  for (int group = 0; group < WARPGROUPS; ++group)
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(tile_address(p, group, block)),
-                 "n"(kTileBytes)
-                 : "memory");
 }
 
 struct Stage {
@@ -105,29 +86,27 @@ struct Producer {
 
   DEVICE void start() {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared.full + stage * 8, kIsResident ? 1 : 2);  // weights, activations
+      barrier_init(shared.full + stage * 8, NORM ? 1 : 2);  // weights, activations
       barrier_init(shared.empty + stage * 8, kConsumers / 32);
     }
     barrier_init_fence();
     fence_async_proxy();
     next = min(STAGES, p.blocks);
-    for (int i = 0; i < next; ++i) load_weights(shared, p, p.begin + p.at(i), i);
-    for (int i = next; i < min(p.blocks, next + p.prefetch); ++i) prefetch_weights(p, p.begin + p.at(i));
-    if (!kIsResident) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+    for (int i = 0; i < next; ++i) load_weights(shared, p, p.begin + i, i);
+    if (!NORM) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
   }
 
   DEVICE void fill() {
-    if (kIsResident) return;
+    if (NORM) return;
     wait_for_previous_kernels();
-    for (int i = 0; i < next; ++i) load_activations(shared, p, map, p.begin + p.at(i), i);
+    for (int i = 0; i < next; ++i) load_activations(shared, p, map, p.begin + i, i);
   }
 
-  // Loads the steps before `end`, whose stages are free, or will be soon.
-  DEVICE void refill(int end) {
-    for (; next < min(end, p.blocks); ++next) {
+  DEVICE void refill() {
+    for (; next < p.blocks; ++next) {
       barrier_wait(shared.empty + stage.index * 8, stage.parity);
-      load_weights(shared, p, p.begin + p.at(next), stage.index);
-      load_activations(shared, p, map, p.begin + p.at(next), stage.index);
+      load_weights(shared, p, p.begin + next, stage.index);
+      load_activations(shared, p, map, p.begin + next, stage.index);
       stage.advance();
     }
   }
@@ -149,31 +128,22 @@ DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[kPart / 2], i
   }
 }
 
-// Descriptor of 128 bytes of K of the right operand, `block` of it if it is resident.
-DEVICE u64 operand_descriptor(const Shared& shared, int block, int stage) {
-  if (kIsInterleaved)
-    return interleaved_descriptor(shared.operand + block * shared.rows * 128, shared.rows);
-  return tile_descriptor(shared.operand + (kIsResident ? block * kActBytes : stage * kStageBytes));
-}
-
 template <int N>
-DEVICE void multiply(float (&d)[N / 2], u32 weights, u64 b, int step, bool accumulate) {
-  const u64 a = tile_descriptor(weights);
+DEVICE void multiply(float (&d)[N / 2], u32 weights, u32 activations, bool accumulate) {
+  const u64 a = tile_descriptor(weights), b = tile_descriptor(activations);
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + step * k, accumulate || k > 0);
+  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
   wgmma_commit();
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // The sums over this CTA's part of K, in the register layout of wgmma.cuh.
-// `refill(n)` is called when all warps are about to be done with n blocks.
-template <typename Refill>
 DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* tile_scales,
-                    const float2* act_scales, const Problem& p, int group, int lane, Refill refill) {
+                    const float2* act_scales, const Problem& p, int group, int lane) {
   Stage stage;
   for (int first = 0; first < p.blocks; first += kBatch) {
     float parts[IS_FP8 ? kBatch : 1][kPart / 2];
@@ -183,18 +153,18 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       if (first + i >= p.blocks) break;
       barrier_wait(shared.full + stage.index * 8, stage.parity);
       const u32 weights = shared.ring + stage.index * kStageBytes + group * kTileBytes;
-      const u64 operand = operand_descriptor(shared, p.at(first + i), stage.index);
-      const int step = kIsInterleaved ? 2 * shared.rows : 2;
+      const u32 operand =
+          shared.operand + (NORM ? (first + i) * kActBytes : stage.index * kStageBytes);
       if constexpr (!IS_FP8) {
-        multiply<COLS>(acc, weights, operand, step, first + i > 0);
+        multiply<COLS>(acc, weights, operand, first + i > 0);
       } else {
-        multiply<kPart>(parts[i], weights, operand, step, false);
+        multiply<kPart>(parts[i], weights, operand, false);
 #pragma unroll
         for (int unit = kPart / 8; unit < kUnits; unit += kPart / 8) {  // only where kBatch is 1
           wgmma_wait<0>();
-          add_scaled(acc, parts[i], unit - kPart / 8, tile_scales[p.at(first) * WARPGROUPS + group],
+          add_scaled(acc, parts[i], unit - kPart / 8, tile_scales[first * WARPGROUPS + group],
                      act_scales + stage.index * (COLS / 2), lane);
-          multiply<kPart>(parts[i], weights, operand + unit * 64, step, false);
+          multiply<kPart>(parts[i], weights, operand + unit * 1024, false);
         }
       }
       stage.advance();
@@ -205,13 +175,12 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
     for (int i = 0; i < kBatch; ++i) {
       if (first + i >= p.blocks) break;
       if constexpr (IS_FP8)
-        add_scaled(acc, parts[i], kUnits - kPart / 8, tile_scales[p.at(first + i) * WARPGROUPS + group],
-                   act_scales + (kIsResident ? p.at(first + i) : done.index) * (COLS / 2), lane);
+        add_scaled(acc, parts[i], kUnits - kPart / 8, tile_scales[(first + i) * WARPGROUPS + group],
+                   act_scales + (NORM ? first + i : done.index) * (COLS / 2), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared.empty + done.index * 8);
       done.advance();
     }
-    refill(first);
   }
 }
 
@@ -260,19 +229,15 @@ DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, cons
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
-    linear(const __grid_constant__ TensorMap map, Rows rows, const u8* tiles,
-           const float2* tile_scales, const float* act_scales, Output output, int num_blocks,
-           int prefetch) {
+    linear(const __grid_constant__ TensorMap map, NormInput norm, const u8* tiles,
+           const float2* tile_scales, const float* act_scales, Output output, int num_blocks) {
   extern __shared__ __align__(1024) u8 ring[];
   const int most_blocks = (num_blocks + SPLIT - 1) / SPLIT;
-  u8* operand = kIsResident ? ring + STAGES * kStageBytes : ring + kWeightBytes;
-  const int operand_rows = NORM ? NORM : DIRECT ? 1 << padded_shift(rows.num_rows) : 0;
-  const int operand_bytes = kIsInterleaved ? (most_blocks + 1) * operand_rows * 128
-                            : kIsResident  ? most_blocks * kActBytes
-                                           : 0;  // the last rows of one that is interleaved are read past
-  float* scales = reinterpret_cast<float*>(ring + STAGES * kStageBytes + operand_bytes);
-  float* own_exchange = scales + (IS_FP8 ? (kIsResident ? most_blocks : STAGES) * COLS : 0);
-  float* exchange = kExchangesInRing ? reinterpret_cast<float*>(ring) : own_exchange;
+  u8* operand = NORM ? ring + STAGES * kStageBytes : ring + kWeightBytes;
+  float* scales =
+      reinterpret_cast<float*>(ring + STAGES * kStageBytes + (NORM ? most_blocks * kActBytes : 0));
+  float* own_exchange = scales + (IS_FP8 ? (NORM ? most_blocks : STAGES) * COLS : 0);
+  float* exchange = kExchangesInRing ? reinterpret_cast<float*>(ring + kExchangeOffset) : own_exchange;
   u64* barriers = reinterpret_cast<u64*>(own_exchange + (kExchangesInRing ? 0 : kExchangeBytes / 4));
   float2* block_scales = reinterpret_cast<float2*>(barriers + 2 * STAGES);  // [blocks][WARPGROUPS]
 
@@ -283,10 +248,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   const int begin = SPLIT > 1 ? rank * num_blocks / SPLIT : 0;
   const int end = SPLIT > 1 ? (rank + 1) * num_blocks / SPLIT : num_blocks;
   const Shared shared = {shared_address(ring), shared_address(operand), shared_address(scales),
-                         shared_address(barriers), shared_address(barriers + STAGES), operand_rows};
+                         shared_address(barriers), shared_address(barriers + STAGES)};
 
-  const Problem problem = {tiles, act_scales,  num_blocks,           output.scale_stride, tile,
-                           begin, end - begin, tile % max(end - begin, 1), first_row, prefetch};
+  const Problem problem = {tiles, act_scales,  num_blocks, output.scale_stride, tile,
+                           begin, end - begin, first_row};
   Producer producer = {shared, problem, map};
   const bool is_producer = thread == kThreads - 32;
   if (is_producer) producer.start();
@@ -297,28 +262,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
                                     begin + i / WARPGROUPS];
   __syncthreads();
   if (kCluster > 1 && !kExchangesInRing) cluster_arrive();  // this CTA runs, its exchange is there
-  if (kHasProducer && warp == kConsumers / 32) {
-    if (is_producer) producer.fill(), producer.refill(problem.blocks);
+  if (warp == kConsumers / 32) {
+    if (is_producer) producer.fill(), producer.refill();
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();
     return;
   }
-  if (is_producer) producer.fill();
-  __syncwarp();
 
 #if NORM
   float* sums = reinterpret_cast<float*>(block_scales + (IS_FP8 ? most_blocks * WARPGROUPS : 0));
-  normalize_rows(operand, scales, sums, rows, begin, end, thread);
-#elif DIRECT
-  load_rows(operand, scales, act_scales, output.scale_stride, rows, begin, end, thread);
+  normalize_rows(operand, scales, sums, norm, begin, end, thread);
 #endif
   float acc[COLS / 2] = {};
-  consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), problem, warp / 4, lane,
-          [&](int done) {
-            if (kHasProducer) return;
-            if (is_producer) producer.refill(done + STAGES);
-            __syncwarp();
-          });
+  consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), problem, warp / 4, lane);
   wait_for_previous_kernels();
 
   const i64 skipped = static_cast<i64>(first_row) * output.num_features;

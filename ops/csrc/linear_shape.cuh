@@ -8,34 +8,31 @@ namespace {
 constexpr int kTileBytes = 8192;
 constexpr int kRows = 64 * WARPGROUPS;  // of the weight, per CTA
 constexpr int kConsumers = 128 * WARPGROUPS;
-// With 512 consumers a producer warp would cost each of them registers: one of them does its work.
-constexpr bool kHasProducer = WARPGROUPS < 4;
-constexpr int kThreads = kConsumers + (kHasProducer ? 32 : 0);
+constexpr int kThreads = kConsumers + 32;
 constexpr int kWeightBytes = kTileBytes * WARPGROUPS;
 constexpr int kActBytes = COLS * 128;
-constexpr bool kIsResident = NORM || DIRECT;  // all of the CTA's part of x at once
-#ifndef INTERLEAVED
-#define INTERLEAVED 0
-#endif
-constexpr bool kIsInterleaved = INTERLEAVED && kIsResident && COLS == 8;  // no room for rows that are not there
-constexpr int kStageBytes = kWeightBytes + (kIsResident ? 0 : kActBytes);
+constexpr int kStageBytes = kWeightBytes + (NORM ? 0 : kActBytes);
 constexpr int kFeatures = 32 * WARPGROUPS;  // of SwiGLU, per CTA
 constexpr bool kQuantises = GATE_UP && IS_FP8;
 constexpr int kCluster = kQuantises ? 128 / kFeatures : SPLIT;
 constexpr int kExchangeBytes = 4 * (kQuantises ? 17 * COLS : SPLIT > 1 ? kRows * COLS : 0);
-constexpr bool kExchangesInRing = kExchangeBytes > 16384;
+// A large exchange lies in the ring, when all CTAs are done with theirs; behind the tile that is stored.
+constexpr bool kExchangesInRing = kExchangeBytes > 8192;
+constexpr int kExchangeOffset = kExchangesInRing && kQuantises ? 16384 : 0;
 constexpr int kUnits = COLS / 8;            // 8 x 8 fragments in 8 rows
 constexpr int kGroups = kRows / 8 / SPLIT;  // 8-row groups that a CTA of the cluster finishes
 
 static_assert(!GATE_UP || SPLIT == 1, "SwiGLU needs whole sums");
 static_assert(kRows / 8 % SPLIT == 0, "every rank finishes as many rows");
-static_assert(!kExchangesInRing || kExchangeBytes <= STAGES * kStageBytes, "the ring is too short");
+static_assert(!kExchangesInRing ||
+                  kExchangeOffset + kExchangeBytes <= STAGES * kStageBytes,
+              "the ring is too short");
 // Columns whose block sums are held at once, for want of registers.
 constexpr int kPart = IS_FP8 && COLS > 64 ? COLS / 2 : COLS;
 // Blocks of K multiplied before their sums are taken: hides the latency where a block is little work.
-constexpr int kBatch = STAGES < 4 || !kHasProducer ? 1 : COLS <= 8 ? 4 : COLS <= 32 ? 2 : 1;
+constexpr int kBatch = STAGES < 4 ? 1 : COLS <= 8 ? 4 : COLS <= 32 ? 2 : 1;
 
-static_assert(kPart == COLS || !kIsResident && kBatch == 1, "halves are for many rows");
+static_assert(kPart == COLS || (!NORM && kBatch == 1), "halves are for many rows");
 static_assert(NORM <= COLS && COLS % 8 == 0, "rows to normalise");
 
 DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }

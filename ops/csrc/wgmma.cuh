@@ -13,13 +13,6 @@ DEVICE u64 tile_descriptor(u32 address) {
   return (address & 0x3FFFF) >> 4 | 1ull << 16 | kGroupOf8Rows << 32 | kSwizzle128 << 62;
 }
 
-// Of up to 8 rows that are not swizzled: 16-byte chunk c of row r lies at (c * rows + r) * 16. What is
-// read as rows `rows` to 7 are other chunks: columns of the result that nobody looks at. + 2 * rows is
-// the next 32 bytes of K.
-DEVICE u64 interleaved_descriptor(u32 address, int rows) {
-  return (address & 0x3FFFF) >> 4 | static_cast<u64>(rows) << 16;
-}
-
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 

@@ -6,8 +6,6 @@ dequantised inputs; the tensor cores keep at least 13 bits of a sum of 128, the 
 Against bf16 inputs that were never quantised the cosine is above 0.998.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -287,11 +285,6 @@ def test_kernels_that_normalise(n, k, kind):
         assert isinstance(pending, PendingNorm)
         expected = linear(normed, weight).double()
         assert error(poisoned_launch(pending, weight, n), expected) < MAX_ERROR, num_rows
-        plan = plan_for(kind, num_rows, n, k, has_norm=True)
-        for interleaved in (False, True):
-            chosen = replace(plan, is_interleaved=interleaved)
-            out = poisoned_launch(pending, weight, n, plan=chosen)
-            assert error(out, expected) < MAX_ERROR, (num_rows, interleaved)
         activated = poisoned_launch(pending, both, 640)
         expected = gate_up_swiglu(normed, both)
         if kind == "bsfp8":
@@ -365,38 +358,22 @@ def test_replay_equals_eager(kind, num_rows):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
-@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+@pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("cols", [8, 64, 96, 128])
 def test_every_way_to_cut_k_gives_the_same_sums(cols, warpgroups, split):
     for kind in ("bf16", "bsfp8"):
         weight = random_weight(512, 832, "cuda")
         x = random_rows(min(cols, 100), 832, "cuda")
-        plan = Plan(cols, warpgroups, 2 if warpgroups < 4 else 3, split)
+        plan = Plan(cols, warpgroups, 2, split)
         out = poisoned_launch(activation(x, kind), packed(weight, kind), 512, plan=plan)
         assert error(out, exact_rows(x, kind) @ exact(weight, kind).T) < MAX_ERROR
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
-@pytest.mark.parametrize(("k", "split"), [(320, 1), (2560, 4), (1664, 8)])
-def test_rows_loaded_at_once_are_the_same_rows(k, split, kind):
-    weight = packed(random_weight(256, k, "cuda"), kind)
-    for cols in (8, 16, 32):
-        for num_rows in (1, 2, 5, cols):
-            x = activation(random_rows(num_rows, k, "cuda"), kind)
-            plan = Plan(cols, 1, 4, split)
-            expected = poisoned_launch(x, weight, 256, plan=plan)
-            for interleaved in (False, True):
-                chosen = replace(plan, is_direct=True, is_interleaved=interleaved)
-                direct = poisoned_launch(x, weight, 256, plan=chosen)
-                assert torch.equal(direct, expected), (cols, num_rows, interleaved)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+@pytest.mark.parametrize("warpgroups", [1, 2])
 @pytest.mark.parametrize("cols", [8, 32, 64, 96, 128])
 def test_every_number_of_ctas_that_quantise_together(cols, warpgroups):
-    """The group of 128 features is one CTA's, or shared by two or four."""
+    """The group of 128 features is shared by two CTAs or four."""
     weight = random_weight(1536, 1664, "cuda")
     tiles = packed(weight, "bsfp8", is_gate_up=True)
     for num_rows in (1, cols - 3, cols, cols + 5):
