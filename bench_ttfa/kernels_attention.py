@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies, rotated
+from bench_ttfa.system import describe_machine, describe_software
 from ops import attention, reference, sampling
 from ops.attention_plans import Plan, plan_for
 from ops.embedding import embed_rows
@@ -241,7 +242,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line(timing), flush=True)
     if options.json:
         name = torch.cuda.get_device_name()
-        record: dict[str, Any] = {"device": name, "torch": torch.__version__}
+        record: dict[str, Any] = {
+            "machine": describe_machine(),
+            "software": describe_software(),
+            "device": name,
+            "torch": torch.__version__,
+        }
         record["timings"] = [asdict(timing) for timing in timings]
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0

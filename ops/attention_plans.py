@@ -30,13 +30,12 @@ class SpanPlan(NamedTuple):
     depth: int = 0
 
 
-# Measured on an H200 for 8 key/value heads of 128 at 100 to 8192 positions (bench_ttfa/kernels_attention):
-# pairs of a row and a key/value head, and the plan for up to that many. Clusters are what few rows
-# need, and what many pay for: all CTAs of one keep their place until the last is done.
+# Pairs of a row and a key/value head, and the plan for up to that many; measured on an H200 for eight
+# key/value heads of 128 at 100 to 8192 positions. Few rows need clusters; many pay for them, because
+# all CTAs of a cluster keep their place until the last is done.
 _PLANS = (
     (8, Plan(8, 4, 3, 1, 2)),
-    (32, Plan(8, 4, 3, 2, 2)),
-    (64, Plan(8, 4, 3, 2)),
+    (48, Plan(8, 4, 3, 2, 2)),
     (96, Plan(4, 4, 3, 2)),
     (160, Plan(4, 4, 3, 6)),
     (200, Plan(2, 4, 3, 6)),
