@@ -47,6 +47,8 @@ from model.tensor_files import fingerprint
 
 SCHEME = "random:"
 REFERENCES_S = (0, 10, 30)  # lengths of the voices that every random model has
+_PROMPT = 112  # positions around a reference: the words of its prompt, each byte a token
+_TEXT = 128  # positions that an engine keeps for a segment's text
 _TEXT_PER_S = 3.5  # characters, each a token: as many positions a second as of a real tokenizer
 
 
@@ -63,6 +65,20 @@ class RandomModel:
         for name, least in (("frames", 1), ("reference_s", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: got {getattr(self, name)}, expected {least} or more")
+        max_len = DualARConfig.from_dict(config_json(self.geometry)).slow.max_len
+        if self.num_positions > max_len:
+            raise ConfigError(
+                f"frames={self.frames} with reference_s={self.reference_s} needs a context of "
+                f"{self.num_positions} positions, {self.geometry} has {max_len}; ask for less"
+            )
+
+    @property
+    def num_positions(self) -> int:
+        """Of the context that a session in the default voice needs: reference, text and frames."""
+        codec = codec_config(self.geometry)
+        per_s = codec.sample_rate / codec.frame_samples + _TEXT_PER_S
+        reference = math.ceil(self.reference_s * per_s) + _PROMPT if self.reference_s else 0
+        return self.frames + _TEXT + reference
 
     @classmethod
     def parse(cls, name: str) -> RandomModel:

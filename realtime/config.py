@@ -42,6 +42,7 @@ _network, _model, _limit, _timeout, _operation = (
     partial(_option, group) for group in ("network", "model", "limits", "timeouts", "operations")
 )
 
+_MAX_SLOTS = 1_000_000  # a table of more takes seconds and gigabytes by itself
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or several with commas between: one engine for each'
 _PROCESSES = ("auto", "yes", "no")
 _FORMATS = ("auto", "bf16", "bsfp8", "eager")
@@ -127,7 +128,11 @@ class ServerConfig:
     log_level: str = _operation("warning", "critical, error, warning, info or debug")
 
     def __post_init__(self) -> None:
-        self._check("max_slots", self.max_slots is None or self.max_slots >= 1, "at least 1")
+        self._check(
+            "max_slots",
+            self.max_slots is None or 1 <= self.max_slots <= _MAX_SLOTS,
+            f"1 to {_MAX_SLOTS}",
+        )
         for name in ("max_context", "max_voices", "max_clip_bytes", "high_water_ms"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         self._check("format", self.format in _FORMATS, "one of " + ", ".join(_FORMATS))

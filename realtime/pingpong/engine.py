@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from model.errors import ClipError, ConfigError, ModelError
+from model.errors import ClipError, ConfigError, ModelError, PromptError
 from model.kv_cache import KVCache, default_page_size
 from model.speech_model import SpeechModel
 from model.tensor_bytes import tensor_bytes
@@ -27,7 +27,7 @@ from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.api import EngineInfo
 from realtime.pingpong.clip_process import read_clip_apart
 from realtime.pingpong.decode import DecodeLoop
-from realtime.pingpong.memory import pool_pages
+from realtime.pingpong.memory import memory_of, pool_pages
 from realtime.pingpong.messages import (
     CancelTurn,
     CloseSlot,
@@ -73,18 +73,22 @@ class PingPongEngine:
         self, model: SpeechModel, config: EngineConfig, slots: Slots | None = None
     ) -> None:
         max_positions = min(config.max_positions, model.dual_ar.config.slow.max_len)
-        if max_positions < model.serving.max_frames + 2 * MIN_TEXT_POSITIONS:
+        num_needed = model.serving.max_frames + 2 * MIN_TEXT_POSITIONS
+        if max_positions < num_needed:
+            way_out = "lower plosive.max_frames in config.json"
+            if num_needed <= model.dual_ar.config.slow.max_len:
+                way_out = f"raise --max-context to {num_needed} or more"
             raise ConfigError(
                 f"a context of {max_positions} positions has no room for a segment of "
                 f"{model.serving.max_frames} frames (plosive.max_frames) with its text and voice; "
-                "lower plosive.max_frames in config.json"
+                f"{way_out}"
             )
         self._model = model
         self._config = config
         if slots is None:
             slots = Slots(config.num_slots or DEFAULT_SLOTS[model.device.type])
         self._slots, num_slots = slots, slots.num_slots
-        with torch.inference_mode():
+        with torch.inference_mode(), memory_of(model.dual_ar, num_slots, max_positions):
             self._cache = _new_cache(model, config, num_slots, max_positions)
             self._vocode = VocodeLoop(
                 model,
@@ -234,12 +238,20 @@ class PingPongEngine:
         the voices' prefixes. No session may be open."""
         with torch.inference_mode():
             for voice in voices:
-                self._prefill.warm_up(voice)  # `/ready` promises it
+                self._warm_voice(voice)
             self._decode.frames.capture(_progress)
             self._vocode.runner.capture(_progress)
             self._prefill.kv.runner.capture(_progress)
             for num_rows in range(1, self._slots.num_slots + 1):
                 self._warm_batch(num_rows)
+
+    def _warm_voice(self, voice: VoicePrompt) -> None:
+        try:
+            self._prefill.warm_up(voice)  # `/ready` promises it
+        except PromptError as error:
+            has_more = self._cache.max_len < self._model.dual_ar.config.slow.max_len
+            way_out = f", or raise --max-context ({self._cache.max_len} now)" if has_more else ""
+            raise VoiceError("invalid_voice", f"the default voice: {error}{way_out}") from error
 
     def encode_voice(self, clip: bytes, max_seconds: float) -> NDArray[np.int32]:
         self._set_threads()

@@ -1,13 +1,18 @@
 """Which slot has how many pages of KV, and who waits for some."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from model.dual_ar import DualAR
+from model.errors import ConfigError
 from model.kv_cache import KVCache
 from model.pages import PageAllocator
 from realtime.pingpong.prefix_cache import CachedPrefix, PrefixCache
+
+# What torch says on a CPU, on CUDA, and of sizes that no integer holds.
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "overflowed")
 
 
 class Memory:
@@ -116,6 +121,33 @@ def pool_pages(
     num_pages += max(1, max_prefix_positions // page_size)
     if model.device.type != "cuda":
         return num_pages
-    slow, (num_free_bytes, _) = model.config.slow, torch.cuda.mem_get_info(model.device)
-    position = 2 * slow.num_layers * slow.num_kv_heads * slow.head_dim * model.dtype.itemsize
+    num_free_bytes, _ = torch.cuda.mem_get_info(model.device)
+    position = _position_bytes(model)
     return min(num_pages, int(num_free_bytes * memory_fraction) // (position * page_size))
+
+
+@contextmanager
+def memory_of(model: DualAR, num_slots: int, max_positions: int) -> Iterator[None]:
+    """Around all that is taken for the slots: says in words when there is no room for it.
+
+    Raises:
+        ConfigError: naming slots, context and what their keys and values take.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if isinstance(error, RuntimeError) and not any(sign in text for sign in _NO_MEMORY):
+            raise
+        gigabytes = num_slots * max_positions * _position_bytes(model) / 1e9
+        raise ConfigError(
+            f"{num_slots} slots with a context of {max_positions} positions each do not fit into "
+            f"the memory of {model.device}: their keys and values alone are {gigabytes:,.1f} GB; "
+            "lower --max-slots or --max-context"
+        ) from error
+
+
+def _position_bytes(model: DualAR) -> int:
+    """Keys and values of a position."""
+    slow = model.config.slow
+    return 2 * slow.num_layers * slow.num_kv_heads * slow.head_dim * model.dtype.itemsize

@@ -72,7 +72,7 @@ def test_the_devices_there_are(device: str) -> None:
 
 
 def test_a_value_on_the_command_line_is_named_by_its_option() -> None:
-    with pytest.raises(ConfigError, match=r"^invalid_config: --max-slots: got 0, expected at"):
+    with pytest.raises(ConfigError, match=r"^invalid_config: --max-slots: got 0, expected 1 to"):
         parse("--max-slots", "0", PLOSIVE_MAX_SLOTS="1")
 
 

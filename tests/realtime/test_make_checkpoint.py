@@ -32,6 +32,11 @@ def test_it_makes_a_checkpoint(tmp_path, capsys):
         (("{}/there", "--like", "tiny"), "there exists already"),
         (("{}/no/model", "--like", "tiny"), "there is no directory"),
         (("{}/model", "--like", "tiny", "--seed", "-1"), "seed: got -1, expected 0 or more"),
+        (
+            ("{}/model", "--like", "tiny", "--reference-s", "200"),
+            "frames=60 with reference_s=200 needs a context of 5307 positions, tiny has 2048",
+        ),
+        (("{}/model", "--like", "tiny", "--frames", "1700"), "tiny has 2048; ask for less"),
     ],
 )
 def test_what_it_cannot_do(tmp_path, capsys, args, message):

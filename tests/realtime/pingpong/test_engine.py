@@ -13,6 +13,7 @@ from model.speech_model import PlainText
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.decode import DecodeLoop
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
+from realtime.pingpong.memory import memory_of
 from realtime.pingpong.messages import (
     CancelTurn,
     CloseSlot,
@@ -25,6 +26,7 @@ from realtime.pingpong.messages import (
     SlotFailed,
     SlotReady,
     TurnEnd,
+    VoicePrompt,
 )
 from tests.support.engine import (
     close_slot,
@@ -415,5 +417,24 @@ def test_cuda_overlapped_equals_in_order() -> None:
 
 
 def test_a_context_without_room_for_a_segment_is_refused_at_start() -> None:
-    with pytest.raises(ConfigError, match="plosive.max_frames"):
-        PingPongEngine(tiny_model(max_frames=1000), EngineConfig(num_slots=1))
+    model = tiny_model(max_frames=1000)
+    assert model.dual_ar.config.slow.max_len < 1128
+    with pytest.raises(ConfigError, match="lower plosive.max_frames in config.json"):
+        PingPongEngine(model, EngineConfig(num_slots=1))
+    with pytest.raises(ConfigError, match="raise --max-context to 136 or more"):
+        PingPongEngine(tiny_model(max_frames=8), EngineConfig(num_slots=1, max_positions=10))
+
+
+def test_slots_that_no_memory_holds_are_refused_with_what_they_need() -> None:
+    why = r"1000000 slots with a context of 256 positions each do not fit .* [\d,.]+ GB; .*--max-slots"
+    with pytest.raises(ConfigError, match=why), memory_of(tiny_model().dual_ar, 10**6, 256):
+        torch.empty(10**15)
+    with pytest.raises(RuntimeError, match="no kernel"), memory_of(tiny_model().dual_ar, 1, 256):
+        raise RuntimeError("no kernel")
+
+
+def test_a_default_voice_without_room_is_said_in_a_sentence() -> None:
+    engine = PingPongEngine(tiny_model(), EngineConfig(num_slots=1, max_positions=200))
+    codes = np.zeros((engine.info.num_codebooks, 500), np.int32)
+    with pytest.raises(VoiceError, match=r"the default voice: .*raise --max-context \(200 now"):
+        engine.warm_up((VoicePrompt("long", "a", codes),))
