@@ -184,19 +184,21 @@ def write(summary: dict[str, Any], directory: Path = RESULTS_DIR) -> Path:
 
 
 def _json(summary: dict[str, Any]) -> str:
-    """Indented, but for the turns, of which there are thousands: a line each."""
+    """Indented, but for turns and distributions, of which there are thousands: a line each."""
     lines: list[str] = []
 
-    def set_aside(turn: dict[str, Any]) -> str:
-        lines.append(json.dumps(turn, allow_nan=False, separators=(",", ":")))
-        return f"<turn {len(lines) - 1}>"
+    def shortened(value: Any) -> Any:
+        if isinstance(value, list):
+            return [shortened(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        if "p50" in value or "num_packets" in value:
+            lines.append(json.dumps(value, allow_nan=False, separators=(",", ":")))
+            return f"<line {len(lines) - 1}>"
+        return {name: shortened(each) for name, each in value.items()}
 
-    levels = [
-        level | {"turns": [set_aside(turn) for turn in level["turns"]]}
-        for level in summary["levels"]
-    ]
-    text = json.dumps(summary | {"levels": levels}, indent=1, allow_nan=False)
-    return re.sub(r'"<turn (\d+)>"', lambda match: lines[int(match[1])], text)
+    text = json.dumps(shortened(summary), indent=1, allow_nan=False)
+    return re.sub(r'"<line (\d+)>"', lambda match: lines[int(match[1])], text)
 
 
 def text(summary: dict[str, Any]) -> str:
