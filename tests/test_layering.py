@@ -36,6 +36,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "realtime.wire": ("realtime.errors",),
     "realtime.threads": (),
     "realtime.garbage": (),
+    "realtime.child_signals": (),
     "realtime.pingpong": (
         "ops",
         "model",
@@ -47,6 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "realtime.pingpong.api": ("realtime.pingpong.messages",),
     "realtime.remote": (
         "realtime.errors",
+        "realtime.child_signals",
         "realtime.garbage",
         "realtime.threads",
         "realtime.pingpong.messages",
