@@ -75,6 +75,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "realtime": (
         "realtime.threads",
         "realtime.garbage",
+        "realtime.child_signals",
         "realtime.remote.link",
         "realtime.pingpong.slots",
         "realtime.wire",
