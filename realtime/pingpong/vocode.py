@@ -212,9 +212,11 @@ class VocodeLoop:
             self._call(plan)
             plan = self._plan()
         self.host_ns += time.perf_counter_ns() - begun_ns
+        has_read = False
         while self._in_flight and self._in_flight[0].call.is_over():
             self._read_oldest()
-        if self._may_call(plan):
+            has_read = True
+        if has_read or self._may_call(plan):  # frames behind an event may be due now
             return 0.0
         if self._in_flight:
             if not self._in_flight[0].plan.is_urgent:

@@ -359,3 +359,25 @@ def test_a_cancel_while_the_turn_before_is_finished_ends_nothing_else(monkeypatc
     while bench.advance() is not None:
         pass
     assert not bench.pcm(slot)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_waits_behind_the_events_of_a_call_does_not_wait_for_the_next_item(
+    monkeypatch, is_cancelled
+):
+    bench = DeviceBench(monkeypatch)
+    slot = bench.slots.acquire()
+    bench.step((row(slot, 0), 5))
+    bench.loop._call(bench.loop._plan())
+    end, last = row(slot, 1), row(slot, 1, segment=1, first_frame=1)
+    bench.step((end, 0), ends=[end])
+    bench.step((row(slot, 0, segment=1, first_frame=1), 6))
+    bench.step((last, 0), ends=[last])
+    if is_cancelled:
+        bench.slots.bump(slot)
+    bench.loop.step(TurnEnd(slot, 0, 2, {}, 0, 0.0))
+    monkeypatch.setattr(Call, "is_over", lambda call: True)
+    while bench.advance() is not None:
+        pass
+    assert bench.pcm(slot) == ([] if is_cancelled else [(0, 0, 5), (0, 1, 1006)])
+    assert isinstance(bench.events[-1], TurnEnd)
