@@ -67,27 +67,6 @@ def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
-class IndexUpload:
-    """Small index lists to the device without a blocking copy: two pinned buffers in turn, each
-    reused only after the copy made from it has run."""
-
-    def __init__(self, max_items: int, device: torch.device) -> None:
-        self._host = [host_buffer((max_items,), torch.int64, device) for _ in range(2)]
-        self._device = [torch.empty(max_items, dtype=torch.int64, device=device) for _ in range(2)]
-        self._copied = [Event(device) for _ in range(2)]
-        self._turn = 0
-
-    def __call__(self, items: list[int]) -> Tensor:
-        """i64 [len(items)] (device), valid until the call after the next."""
-        turn, self._turn = self._turn, 1 - self._turn
-        self._copied[turn].wait_on_host()
-        host, device = self._host[turn][: len(items)], self._device[turn][: len(items)]
-        host.copy_(torch.tensor(items, dtype=torch.int64))
-        device.copy_(host, non_blocking=True)
-        self._copied[turn].record()
-        return device
-
-
 class Upload:
     """Small host arrays to the device in one copy that blocks nothing: two pinned buffers in turn,
     each reused only after the copy made from it has run."""
