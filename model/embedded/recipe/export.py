@@ -44,7 +44,7 @@ SERVING = {
     "default_voice": "af_heart",
     "max_segment_chars": 190,
     "max_frames": 400,
-    "temperature": 0.7,
+    "temperature": 0.6,
     "top_p": 0.9,
     "top_k": 30,
 }
