@@ -3,17 +3,16 @@
     python -m bench_ttfa.gate_quantised                       # the embedded, trained model
     python -m bench_ttfa.gate_quantised --model random:s2-pro # S2 Pro's shapes, on a GPU
 
-A trained model must speak the same: on fixed INPUTS the semantic tokens of the first NUM_FRAMES
-greedy frames equal those of bf16, token for token, each format reading its own codes. The
-inputs are sentences on which a correct implementation does so whatever its rounding: of 44, those
-whose tokens stayed the same in fp32, bf16 and bsfp8 and when the embeddings were perturbed by 0.4 %
-(two seeds in bf16, four in bsfp8). On the others a near tie falls the other way: such a perturbation
-alone changes 9 to 11 of 44 in bf16. Residual codes have smaller margins still: how many match is
-told, and must be more than MIN_CODES.
+A trained model must choose the same: on fixed INPUTS, when both formats read bf16's codes, the
+semantic tokens of the first NUM_FRAMES greedy frames are equal, token for token, and the relative
+error of the logits is below the model's bound. When each reads its own codes, a near tie that falls
+the other way changes all that follows, so of those tokens MIN_TOKENS must be equal, and of all codes
+MIN_CODES. The inputs are sentences, of 60, whose tokens are the same even then, on a CPU; those of
+all but the last also stayed so when the embeddings were perturbed by 0.4 to 0.6 % (four seeds).
+Whoever trains the embedded model anew may have to choose them anew.
 
-Then every format reads bf16's codes, and the logits of the semantic ids are compared: their
-relative error must be below the model's bound. Random weights have no margins to speak of, so for
-them this is the gate, and matches are told beside the margins.
+Random weights have no margins to speak of: for them the logits' error is the gate, and matches are
+told beside the margins.
 
 Exit code 1: the gate is closed.
 """
@@ -43,21 +42,21 @@ EMBEDDED = "embedded"
 NUM_FRAMES = 5
 NUM_RANDOM_INPUTS = 12
 RANDOM_POSITIONS = 96
-MIN_CODES = 0.5  # share of all codes that match in free decoding, embedded model; measured 0.65
+MIN_TOKENS, MIN_CODES = 0.9, 0.4  # shares of semantic tokens and of all codes, each its own codes
 # Relative error. Measured: embedded 0.03, random:tiny 0.13, random:s2-pro 0.19. Scales read with the
-# other stride: embedded 0.25 (weights), 0.70 (activations); random:tiny 0.59 (activations; random
+# other stride: embedded 0.25 or more (weights), 0.70 (activations); random:tiny 0.59 (activations; random
 # weights have the same scale everywhere).
 LOGIT_BOUNDS = {EMBEDDED: 0.05, "random": 0.25}
 
 INPUTS = (  # voice, text
-    ("af_bella", "She is reading a letter from her brother."),
-    ("am_fenrir", "A small boat crossed the lake."),
-    ("bf_emma", "This is the last train to London."),
     ("bf_emma", "Nobody knows what will happen next."),
-    ("af_heart", "We need more time to finish the work."),
+    ("af_heart", "The coffee is too hot to drink."),
+    ("am_michael", "There is no reason to worry."),
     ("af_heart", "The river was frozen from bank to bank."),
-    ("am_michael", "The price is twenty dollars."),
-    ("af_bella", "This song reminds me of you."),
+    ("am_fenrir", "A small boat crossed the lake."),
+    ("af_bella", "The book is on the table."),
+    ("am_fenrir", "Open the window, it is warm in here."),
+    ("bm_george", "Let us begin with the first question."),
 )
 
 
@@ -176,10 +175,14 @@ def _verdict(
     if not error <= bound:
         problems.append(f"the logits' relative error {error:.4f} is above {bound}")
     if not is_random(name):
-        differing = (~same[..., 0].all(1)).nonzero().flatten().tolist()
+        differing = (~forced_same[..., 0].all(1)).nonzero().flatten().tolist()
         problems += [f"other semantic tokens for {INPUTS[i]}" for i in differing]
-        if codes < MIN_CODES:
-            problems.append(f"{codes:.1%} of all codes are equal, expected {MIN_CODES:.0%}")
+        for share, least, what in (
+            (tokens, MIN_TOKENS, "semantic tokens"),
+            (codes, MIN_CODES, "all codes"),
+        ):
+            if share < least:
+                problems.append(f"{share:.1%} of {what} are equal, expected {least:.0%}")
     return Verdict(
         model=name,
         device=str(device),
