@@ -35,15 +35,12 @@ def place(config: ServerConfig, load: LoadEngine) -> Engine:
         raise PlosiveError("invalid_config", why)
     if not has_own_process(config):
         return load(config, devices[0], Slots(num_slots, shared_integers(num_slots)))
-    remotes = [
-        RemoteEngine(
-            partial(load_alone, load, config, device),
-            num_slots // num_devices + (i < num_slots % num_devices),
-            name=f"engine {i} on {device}" if num_devices > 1 else f"the engine on {device}",
-        )
-        for i, device in enumerate(devices)
-    ]
+    remotes: list[RemoteEngine] = []
     try:
+        for i, device in enumerate(devices):
+            share = num_slots // num_devices + (i < num_slots % num_devices)
+            name = f"engine {i} on {device}" if num_devices > 1 else f"the engine on {device}"
+            remotes.append(RemoteEngine(partial(load_alone, load, config, device), share, name))
         engines = [remote.load() for remote in remotes]
     except BaseException:
         for remote in remotes:

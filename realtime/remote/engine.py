@@ -87,19 +87,25 @@ class RemoteEngine:
         self._process = context.Process(
             target=process.run, args=(theirs, factory, shared), name=f"plosive-{name}"
         )
-        start_deaf(self._process)
-        theirs.close()
         self._link = Link(ours, "commands")
         self._reader = threading.Thread(target=self._read, name="plosive-events", daemon=True)
-        self._reader.start()
-        atexit.register(self.stop)  # before multiprocessing's own, which would wait for the process
+        try:
+            start_deaf(self._process)
+            theirs.close()
+            atexit.register(self.stop)  # before multiprocessing's own, which would wait for it
+        except BaseException:  # a signal, which comes when `start_deaf` hears again
+            if self._process.pid is not None:
+                self._process.kill()
+            raise
 
     def load(self) -> "RemoteEngine":
-        """Wait until the engine is there.
+        """Wait until the engine is there. Threads begin here: one that runs while another process is
+        started would take a signal that `start_deaf` holds off.
 
         Raises:
             PlosiveError: it cannot be made; as the factory said.
         """
+        self._reader.start()
         self._is_loaded.wait()
         if self._refusal is not None:
             self.stop()
@@ -176,7 +182,7 @@ class RemoteEngine:
             logger.warning("%s does not end; killing its process", self._name)
             self._process.kill()
             self._process.join()
-        if self._reader is not threading.current_thread():
+        if self._reader.is_alive() and self._reader is not threading.current_thread():
             self._reader.join()
 
     # ------------------------------------------------------------------ the link
