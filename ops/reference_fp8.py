@@ -26,7 +26,9 @@ def ceil_div(a: int, b: int) -> int:
 
 def _scale_of(amax: Tensor) -> tuple[Tensor, Tensor]:
     """(factor onto the range of e4m3, scale back), both rounded once from `amax`."""
-    factor = torch.full_like(amax, E4M3_MAX) / amax.clamp_min(_MIN_AMAX)  # scalar / x: two roundings
+    factor = torch.full_like(amax, E4M3_MAX) / amax.clamp_min(
+        _MIN_AMAX
+    )  # scalar / x: two roundings
     return factor, factor.reciprocal()
 
 
