@@ -1,8 +1,8 @@
 """The captured frame alone: frames/s of the DualAR at a batch size and a context, weights cold.
 
     python -m bench_ttfa.frames --model random:s2-pro --format bf16,bsfp8 --batch 1,16,64
-    python -m bench_ttfa.frames ... --gate bench_ttfa/baselines/h200.json     # exit code 1: slower
-    python -m bench_ttfa.frames ... --freeze bench_ttfa/baselines/h200.json
+    python -m bench_ttfa.frames ... --gate bench_ttfa/baselines/h200-s2-pro.json  # exit code 1: slower
+    python -m bench_ttfa.frames ... --freeze bench_ttfa/baselines/h200-s2-pro.json
 
 A frame is what decode launches (`realtime.pingpong.frames`): slow AR, sampling, the copy of the
 ends, the fast AR, in one CUDA graph, launched frame after frame as in life, so that every frame

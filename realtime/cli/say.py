@@ -72,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     local = parser.add_argument_group("a server of its own")
     local.add_argument("--local", action="store_true", help="start one even if one is running")
     local.add_argument(
-        "--model", help='start one with "embedded" (default), or the path of a checkpoint'
+        "--model",
+        help='start one with "embedded" (default), the path of a checkpoint, or "random:..."',
     )
     local.add_argument("--device", type=_device, help=f"start one on {DEVICES}")
     parser.set_defaults(usage_error=parser.error)
@@ -130,6 +131,10 @@ def _run(args: argparse.Namespace, text: str) -> None:
         raise SessionError("nothing_to_speak", why)
     if args.out is not None:
         save(args.out, said.samples, said.sample_rate_hz)
+    elif not _can_play(args):
+        _tell(
+            "not played: sounddevice is not installed (pip install sounddevice); --out writes a file"
+        )
     print(said.summary() + (f" · {args.out}" if args.out else ""))
 
 

@@ -80,8 +80,14 @@ async def test_say_takes_the_server_that_runs_here(monkeypatch, capsys) -> None:
         assert len(server.peers) == 2
 
 
-def test_say_tells_every_warning_in_one_line(capsys) -> None:
-    assert run(say, "one two?!", "--prompt", "calm") == 0
+def test_say_that_nobody_hears_says_so(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(say.importlib.util, "find_spec", lambda name: None)
+    assert run(say, "one") == 0
+    assert "not played: sounddevice is not installed" in capsys.readouterr().err
+
+
+def test_say_tells_every_warning_in_one_line(capsys, tmp_path) -> None:
+    assert run(say, "one two?!", "--prompt", "calm", "--out", str(tmp_path / "one.wav")) == 0
     output = capsys.readouterr()
     assert "audio 0.12 s" in output.out
     assert output.err.splitlines()[1:] == [
