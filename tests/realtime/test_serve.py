@@ -185,7 +185,7 @@ def test_port_in_use_is_one_clear_line() -> None:
 def test_bad_option_and_bad_host() -> None:
     result = plosive_serve("--max-slots", "0")
     assert result.returncode == 2
-    assert result.stderr == "plosive serve: --max-slots: got 0, expected at least 1\n"
+    assert result.stderr == "plosive serve: --max-slots: got 0, expected 1 to 1000000\n"
     result = plosive_serve("--prot", "1")
     assert result.returncode == 2 and result.stderr.startswith("usage: plosive serve [")
     assert result.stderr.endswith("plosive serve: error: unrecognized arguments: --prot 1\n")
