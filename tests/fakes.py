@@ -263,7 +263,7 @@ class FakeEngine:
         if turn.segment == turn.num_segments:
             stream.turns.pop(0)
             stamps_ns = {"first_pcm": turn.first_pcm_ns} if turn.num_frames else {}
-            self._sink(TurnEnd(stream.slot, turn.turn_id, turn.num_frames, stamps_ns, 0, 0.0))
+            self._sink(TurnEnd(stream.slot, turn.turn_id, turn.num_frames, stamps_ns))
             return
         self._credit -= 1
         pcm = self._tone(turn.num_frames)

@@ -209,14 +209,11 @@ class DecodeLoop:
                 continue
             if not is_end:
                 stream.num_frames += 1
-                is_turn_start = row.first_frame + row.frame == 0
-                clock = self._clocks.of(row.slot)
-                clock.add(self._frame_ns, now_ns, is_turn_start=is_turn_start)
+                self._clocks.of(row.slot).add(self._frame_ns, now_ns)
             if is_end or row.is_limit:
                 over.append(stream)
-        self._vocode(
-            step
-        )  # before prefill hears of it, whose word that the turn is over comes next
+        # Before prefill hears of it, whose word that the turn is over comes next.
+        self._vocode(step)
         for stream in over:
             self._retire(stream, is_over=True)
 

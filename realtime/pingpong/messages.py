@@ -149,8 +149,6 @@ class TurnEnd:
     turn_id: int
     num_frames: int
     stamps_ns: dict[str, int]  # prefill_done, first_step, first_pcm
-    num_underruns: int
-    worst_gap_ms: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,28 +18,17 @@ _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about 
 class PlaybackClock:
     """Listener model: plays from the moment audio arrives, without pause while there is any.
 
-    `play_end_ns` is when everything delivered so far will have been heard. Audio that arrives after
-    it starts a gap; within a turn a gap is an underrun.
+    `play_end_ns` is when everything delivered so far will have been heard.
     """
 
     play_end_ns: int = 0
-    num_underruns: int = 0
-    worst_gap_ns: int = 0
 
     def lead_ns(self, now_ns: int) -> int:
         """Audio delivered minus audio played; never negative."""
         return max(0, self.play_end_ns - now_ns)
 
-    def add(self, duration_ns: int, now_ns: int, *, is_turn_start: bool) -> None:
-        gap_ns = now_ns - self.play_end_ns
-        if gap_ns > 0 and not is_turn_start:
-            self.num_underruns += 1
-            self.worst_gap_ns = max(self.worst_gap_ns, gap_ns)
+    def add(self, duration_ns: int, now_ns: int) -> None:
         self.play_end_ns = max(self.play_end_ns, now_ns) + duration_ns
-
-    def start_turn(self) -> None:
-        self.num_underruns = 0
-        self.worst_gap_ns = 0
 
 
 class ClockTable:

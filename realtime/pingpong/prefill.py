@@ -225,7 +225,7 @@ class PrefillLoop:
             return
         tenant.turn, tenant.last_turn = None, turn
         self._shorten_if_long(tenant)
-        self._emit(TurnEnd(tenant.slot, turn.turn_id, turn.num_frames, turn.stamps_ns, 0, 0.0))
+        self._emit(TurnEnd(tenant.slot, turn.turn_id, turn.num_frames, turn.stamps_ns))
 
     def _forget(self, tenant: Tenant, turn: Turn, heard_frames: int) -> None:
         """Roll the KV back to the frames that were heard; what was not heard never happened."""

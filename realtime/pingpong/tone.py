@@ -237,22 +237,15 @@ class ToneEngine:
         turn, slot = stream.turns[0], stream.slot
         if turn.is_over:
             stream.turns.popleft()
-            clock = stream.clock
-            gap_ms = clock.worst_gap_ns / 1e6
-            end = TurnEnd(
-                slot, turn.turn_id, turn.num_frames, turn.stamps_ns, clock.num_underruns, gap_ms
-            )
-            self._sink(end)
+            self._sink(TurnEnd(slot, turn.turn_id, turn.num_frames, turn.stamps_ns))
             return
         now_ns = time.perf_counter_ns()
         if turn.num_frames == 0:
-            stream.clock.start_turn()
             turn.stamps_ns["first_pcm"] = now_ns
         num_frames = 1
         if turn.num_frames >= _NUM_SINGLE:
             num_frames = min(self._config.chunk_frames, turn.frames[0] - turn.segment_frames)
-        duration_ns = num_frames * self._frame_ns
-        stream.clock.add(duration_ns, now_ns, is_turn_start=turn.num_frames == 0)
+        stream.clock.add(num_frames * self._frame_ns, now_ns)
         size = num_frames * self._config.frame_samples
         at = (slot.idx * 977 + turn.num_frames * self._config.frame_samples) % (
             len(self._hum) - size

@@ -12,7 +12,7 @@ thread takes what comes, and who has little to hear is called for next.
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -30,7 +30,6 @@ from realtime.pingpong.messages import (
     SegmentEnd,
     SlotRef,
     TurnBegin,
-    TurnEnd,
 )
 from realtime.pingpong.pacing import CallPlan, ClockTable, PlaybackClock, Waiting, next_call
 from realtime.pingpong.slots import Slots
@@ -302,7 +301,7 @@ class VocodeLoop:
                 # Pinned memory is used again; what the CPU made is the receiver's.
                 self._say_frames(row, chunk, samples.copy() if is_pinned else samples)
                 if voice.turn == (row.slot, row.turn_id):
-                    voice.clock.add(chunk * self._frame_ns, begun_ns, is_turn_start=False)
+                    voice.clock.add(chunk * self._frame_ns, begun_ns)
             self._say_events(voice)
         self.runner.done(call)
         self.host_ns += time.perf_counter_ns() - begun_ns
@@ -310,12 +309,10 @@ class VocodeLoop:
     def _say_frames(self, row: StepRow, num_frames: int, pcm: NDArray[np.float32]) -> None:
         now_ns = time.perf_counter_ns()
         frame = row.first_frame + row.frame
-        clock = self._clocks.of(row.slot)
         if frame == 0:
-            clock.start_turn()
             row.stamps_ns["first_pcm"] = now_ns
             self._sink(TurnBegin(row.slot, row.turn_id, dict(row.stamps_ns)))
-        clock.add(num_frames * self._frame_ns, now_ns, is_turn_start=frame == 0)
+        self._clocks.of(row.slot).add(num_frames * self._frame_ns, now_ns)
         self.num_frames += num_frames
         self._sink(FramePcm(row.slot, row.turn_id, row.segment, frame, num_frames, pcm))
 
@@ -325,12 +322,4 @@ class VocodeLoop:
             event = voice.queue.popleft()
             voice.num_events -= 1
             assert not isinstance(event, StepRow), event
-            self._sink(self._with_underruns(event) if isinstance(event, TurnEnd) else event)
-
-    def _with_underruns(self, end: TurnEnd) -> TurnEnd:
-        if end.num_frames == 0:
-            return end
-        clock = self._clocks.of(end.slot)
-        return replace(
-            end, num_underruns=clock.num_underruns, worst_gap_ms=clock.worst_gap_ns / 1e6
-        )
+            self._sink(event)

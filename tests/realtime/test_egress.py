@@ -84,7 +84,7 @@ def frames_of(events: list[LoopEvent], slot: SlotRef) -> list[int]:
 
 
 def turn_end(slot: SlotRef, turn_id: int, num_frames: int) -> TurnEnd:
-    return TurnEnd(slot, turn_id, num_frames, {}, 0, 0.0)
+    return TurnEnd(slot, turn_id, num_frames, {})
 
 
 async def test_events_keep_their_order_and_turns_get_a_tail() -> None:

@@ -72,7 +72,7 @@ class Rig:
         for index in range(num_frames):
             self.egress.put(frame(slot, turn_id, index))
         self.egress.put(SegmentEnd(slot, turn_id, 0, num_frames))
-        self.egress.put(TurnEnd(slot, turn_id, num_frames, {}, 0, 0.0))
+        self.egress.put(TurnEnd(slot, turn_id, num_frames, {}))
 
     def packets(self, slot: SlotRef, turn_id: int) -> list[bytes]:
         return [

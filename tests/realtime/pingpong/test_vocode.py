@@ -113,7 +113,7 @@ def test_first_frame_at_once_then_together_and_all_before_the_end():
     assert bench.codec.chunks[0] == 1 and 8 in bench.codec.chunks
     end = row(slot, 40)
     bench.step((end, 777), ends=[end])
-    bench.loop.step(TurnEnd(slot, 0, 40, {}, 0, 0.0))
+    bench.loop.step(TurnEnd(slot, 0, 40, {}))
     assert bench.pcm(slot) == [(0, frame, frame + 1000 * frame) for frame in range(40)]
     assert [type(event) for event in bench.events[-2:]] == [SegmentEnd, TurnEnd]
     assert bench.events[-2].num_frames == 40
@@ -159,7 +159,7 @@ def test_what_waits_of_a_generation_that_is_over_is_not_heard():
     num_heard = len(bench.pcm(old))
     assert num_heard < 30
     new = bench.slots.bump(old)
-    bench.loop.step(TurnEnd(old, 0, 30, {}, 0, 0.0))
+    bench.loop.step(TurnEnd(old, 0, 30, {}))
     bench.step((row(new, 0, turn_id=1), 5), (row(old, 30), 6))
     assert len(bench.pcm(old)) == num_heard
     assert bench.pcm(new) == [(1, 0, 5)]
@@ -269,7 +269,7 @@ def test_calls_in_flight_lose_nothing_and_one_that_is_not_urgent_runs_alone(monk
             bench.advance()
     ends = [row(slot, 120) for slot in slots]
     bench.step(*[(end, 0) for end in ends], ends=ends)
-    bench.loop.step(TurnEnd(slots[0], 0, 120, {}, 0, 0.0))
+    bench.loop.step(TurnEnd(slots[0], 0, 120, {}))
     while bench.advance() is not None:
         pass
     assert [bench.pcm(slot) for slot in slots] == wanted
@@ -375,7 +375,7 @@ def test_what_waits_behind_the_events_of_a_call_does_not_wait_for_the_next_item(
     bench.step((last, 0), ends=[last])
     if is_cancelled:
         bench.slots.bump(slot)
-    bench.loop.step(TurnEnd(slot, 0, 2, {}, 0, 0.0))
+    bench.loop.step(TurnEnd(slot, 0, 2, {}))
     monkeypatch.setattr(Call, "is_over", lambda call: True)
     while bench.advance() is not None:
         pass

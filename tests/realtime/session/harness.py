@@ -186,7 +186,7 @@ class FakeEngine:
         if turn.num_frames:
             self._emit_audio(turn, turn.segment - 1, turn.num_frames, 0, is_last=True)
         stamps_ns = {"first_step": FIRST_STEP_NS}
-        self.in_flight.append(TurnEnd(self.slot, turn.turn_id, turn.num_frames, stamps_ns, 0, 0.0))
+        self.in_flight.append(TurnEnd(self.slot, turn.turn_id, turn.num_frames, stamps_ns))
         self.turn = None
 
     def _emit_audio(
