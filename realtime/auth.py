@@ -13,9 +13,9 @@ import hmac
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
@@ -33,6 +33,7 @@ from realtime.page_routes import ASSETS_PATH
 KEYS_VARIABLE = "PLOSIVE_API_KEYS"
 KEY_SUBPROTOCOL = "plosive.key."
 MIN_KEY_CHARS = 16
+_CLIENT_SCOPE = "plosive.client"  # where the gate leaves who it has let in
 _PUBLIC_PATHS = ("/health", "/ready", "/")  # the page is asked for before a key can be typed
 _KEY_HEADERS = ("authorization", "xi-api-key", "sec-websocket-protocol")
 _MAX_DISCARDED_BYTES = 64 * 1024 * 1024
@@ -182,6 +183,12 @@ def protect(app: Starlette, rules: Rules, errors: HttpErrors, metrics: Metrics) 
         )
 
 
+def client_of(scope: MutableMapping[str, Any]) -> str:
+    """Whoever the gate has let in: a name for its API key, or where there are none its address."""
+    client: str = scope[_CLIENT_SCOPE]
+    return client
+
+
 class Gate:
     """ASGI middleware. Event loop only."""
 
@@ -199,6 +206,7 @@ class Gate:
         is_session = self._is_session(scope)
         try:
             client = self._identify(scope)
+            scope[_CLIENT_SCOPE] = client
             if is_session:
                 self._take(client)
         except PlosiveError as error:

@@ -99,6 +99,11 @@ class ServerConfig:
     max_text_chars_per_s: int = _limit(
         1_000, "text that a session may send a second on average, after a whole turn; 0: any"
     )
+    max_client_text_chars_per_s: int | None = _limit(
+        None,
+        "the same of one API key, or without keys of one address, over all its connections, after a "
+        "minute's worth; 0: any (default: for as many sessions as it may have)",
+    )
     max_voices: int = _limit(256, "added voices kept")
     max_clip_bytes: int = _limit(20 * 1024 * 1024, "size of an uploaded reference clip")
     max_clip_s: float = _limit(30.0, "length of an uploaded reference clip")
@@ -157,6 +162,9 @@ class ServerConfig:
             self._check(name, getattr(self, name) > 0, "more than 0")
         for name in ("ping_timeout_s", "idle_warning_s", "drain_s"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
+        client_rate = self.max_client_text_chars_per_s
+        is_rate = client_rate is None or client_rate >= 0
+        self._check("max_client_text_chars_per_s", is_rate, "0 or more")
         levels = ("critical", "error", "warning", "info", "debug")
         self._check("log_level", self.log_level in levels, "one of " + ", ".join(levels))
 
@@ -165,6 +173,12 @@ class ServerConfig:
             raise ConfigError(
                 message=f"{name}: got {getattr(self, name)!r}, expected {expected}", param=name
             )
+
+    def client_text_chars_per_s(self, num_slots: int) -> int:
+        """0: any number."""
+        if self.max_client_text_chars_per_s is not None:
+            return self.max_client_text_chars_per_s
+        return self.max_text_chars_per_s * (self.max_sessions_per_client or num_slots)
 
     def devices(self) -> tuple[str, ...]:
         return tuple(self.device.split(","))

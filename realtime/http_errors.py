@@ -5,6 +5,7 @@ is refused before a route is reached (no key, no such path, a failure) goes thro
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI, Request, Response
@@ -93,5 +94,5 @@ def _headers(error: PlosiveError) -> dict[str, str]:
     if error.code in ("missing_api_key", "invalid_api_key"):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, CapacityError):
-        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
     return headers

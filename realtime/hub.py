@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 
@@ -23,6 +24,7 @@ from realtime.pingpong.api import Engine
 from realtime.pingpong.messages import CloseSlot, Command, SlotClosed, SlotRef, VoicePrompt
 from realtime.session.core import Session
 from realtime.session.limits import SessionLimits
+from realtime.session.text_rate import TextRates, burst_chars, charge
 from realtime.voices import VoiceStore
 from realtime.wire import AudioFormat, EffectiveFormat
 
@@ -60,6 +62,10 @@ class Hub:
             max_lead_cap_ms=config.max_lead_cap_ms,
             max_text_chars_per_s=config.max_text_chars_per_s,
             drain_deadline_ms=round(config.drain_s * 1000),
+        )
+        client_rate = config.client_text_chars_per_s(engine.info.num_slots)
+        self._client_text = TextRates(
+            "an API key (where there are none: an address)", client_rate, burst_chars(client_rate)
         )
         self.egress = _make_egress(engine, config, self._deliver, metrics)
         self._tenants: dict[int, Connection] = {}  # by slot.idx, until SlotClosed
@@ -180,9 +186,15 @@ class Hub:
         self,
         websocket: Socket,
         slot: SlotRef,
+        client: str | None,
         find_voice: Callable[[str], VoicePrompt] | None = None,
     ) -> None:
-        """Run the accepted connection to its end. `find_voice` replaces the voice store."""
+        """Run the accepted connection to its end.
+
+        Args:
+            client: who is charged for its text; None where `charge_text` has been called.
+            find_voice: replaces the voice store.
+        """
         session = Session(
             session_id=secrets.token_hex(8),
             slot=slot,
@@ -191,6 +203,7 @@ class Hub:
             limits=self._limits,
             make_seed=lambda: secrets.randbits(63),
             describe_format=_effective_format,
+            client_text=None if client is None else self._client_text.account(client),
         )
         connection = Connection(websocket, session, self, self._config, self._metrics)
         self._tenants[slot.idx] = connection
@@ -202,6 +215,10 @@ class Hub:
         finally:
             self._running.discard(connection)
             self._look_if_all_gone()
+
+    def charge_text(self, client: str, num_chars: int) -> None:
+        """For a whole text at once, before any of it is spoken. Raises CapacityError."""
+        charge([self._client_text.account(client)], num_chars, time.perf_counter_ns())
 
     @contextlib.contextmanager
     def guest(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from fastapi import FastAPI, Response, WebSocket
 from fastapi.responses import JSONResponse
 
 from realtime.adapters import fish, openai
-from realtime.auth import ApiKeys, make_rules, protect
+from realtime.auth import ApiKeys, client_of, make_rules, protect
 from realtime.config import ServerConfig
 from realtime.errors import CapacityError, PlosiveError
 from realtime.http_errors import HttpErrors
@@ -75,7 +75,7 @@ def _add_realtime(app: FastAPI, hub: Hub, errors: HttpErrors) -> None:
         except BaseException:
             hub.give_back(slot)
             raise
-        await hub.serve(websocket, slot)
+        await hub.serve(websocket, slot, client_of(websocket.scope))
 
 
 def _add_no_such_socket(app: FastAPI, errors: HttpErrors) -> None:

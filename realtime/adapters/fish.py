@@ -23,6 +23,7 @@ from realtime.adapters.speech import (
     speak,
     speak_and_tell,
 )
+from realtime.auth import client_of
 from realtime.config import ServerConfig
 from realtime.connection import MAX_SIZE_EXTENSION
 from realtime.errors import CapacityError, PlosiveError
@@ -88,13 +89,17 @@ class Fish:
     async def _speak(self, request: Request) -> Response:
         tts, start = await self._read(request)
         encoder = tts.make_encoder(self._pcm.sample_rate)
-        chunks = speak(self._hub, start, tts.text, encoder, self._voices.find)
+        chunks = speak(
+            self._hub, start, tts.text, encoder, client_of(request.scope), self._voices.find
+        )
         return self._response(chunks, encoder.content_type)
 
     async def _speak_with_timestamps(self, request: Request) -> Response:
         tts, start = await self._read(request)
         encoder = tts.make_encoder(self._pcm.sample_rate)
-        pieces = speak_and_tell(self._hub, start, tts.text, encoder, self._voices.find)
+        pieces = speak_and_tell(
+            self._hub, start, tts.text, encoder, client_of(request.scope), self._voices.find
+        )
         events = with_alignment(pieces, tts.prosody.speed)
         late_event = partial(self._errors.event, STREAM_PATH)
         return self._response(events, "text/event-stream", late_event)
@@ -135,7 +140,12 @@ class Fish:
         slot = await self._admit(websocket)
         if slot is None:
             return
-        async with open_session(self._hub, slot=slot, find_voice=self._voices.find) as session:
+        async with open_session(
+            self._hub,
+            slot=slot,
+            client=client_of(websocket.scope),
+            find_voice=self._voices.find,
+        ) as session:
             self._allow_clips(websocket)
             await websocket.accept()
             live = LiveSocket(

@@ -8,14 +8,15 @@ pauses its own stream and, after `write_stall_s`, loses its session, like a clie
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from fastapi import WebSocketDisconnect
 
 from realtime import wire
 from realtime.connection import ABORT_EXTENSION
-from realtime.errors import ConnectionLost, PlosiveError
+from realtime.errors import CapacityError, ConnectionLost, PlosiveError
 from realtime.hub import Hub
 from realtime.pingpong.messages import SlotRef, VoicePrompt
 
@@ -33,6 +34,7 @@ async def open_session(
     start: wire.SessionStart | None = None,
     *,
     slot: SlotRef | None = None,
+    client: str | None = None,
     find_voice: Callable[[str], VoicePrompt] | None = None,
 ) -> AsyncIterator["LocalSession"]:
     """A session, with `start` sent if it is given; leaving the context, also by cancellation,
@@ -40,13 +42,15 @@ async def open_session(
 
     Args:
         slot: from `Hub.admit`, if the caller has admitted its client already; else one is taken.
+        client: who is charged for the text; None where `Hub.charge_text` is called for it.
         find_voice: looks `start.voice` up instead of the voice store.
 
     Raises:
         CapacityError: all slots are taken, or the server is not ready.
     """
     socket = _MemorySocket()
-    serving = _Serving(hub, socket, hub.admit() if slot is None else slot, find_voice)
+    slot = hub.admit() if slot is None else slot
+    serving = _Serving(hub, socket, slot, partial(hub.serve, socket, slot, client, find_voice))
     with hub.guest():
         try:
             session = LocalSession(socket)
@@ -136,6 +140,14 @@ class LocalSession:
 
 
 def _error(message: wire.Error) -> PlosiveError:
+    if message.retry_after_ms is not None:  # which only what is not fatal has
+        return CapacityError(
+            message.message,
+            code=message.code,
+            param=message.param,
+            turn_id=message.turn_id,
+            retry_after_s=message.retry_after_ms / 1000.0,
+        )
     return PlosiveError(
         message.code,
         message.message,
@@ -156,12 +168,12 @@ class _Serving:
         hub: Hub,
         socket: "_MemorySocket",
         slot: SlotRef,
-        find_voice: Callable[[str], VoicePrompt] | None,
+        serve: Callable[[], Awaitable[None]],
     ) -> None:
         self._hub = hub
         self._socket = socket
         self._slot = slot
-        self._find_voice = find_voice
+        self._serve = serve
         self._has_run = False
         self.task = asyncio.create_task(self._run())
         _serving.add(self.task)
@@ -175,7 +187,7 @@ class _Serving:
     async def _run(self) -> None:
         self._has_run = True
         try:
-            await self._hub.serve(self._socket, self._slot, self._find_voice)
+            await self._serve()
         finally:
             self._socket.end(ConnectionLost("the session is over"))
 

@@ -34,6 +34,7 @@ from realtime.adapters.speech import (
     SpeechResponse,
     speak,
 )
+from realtime.auth import client_of
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError, VoiceError
 from realtime.http_errors import HttpErrors
@@ -156,7 +157,7 @@ class OpenAiRoutes:
             max_lead_ms=MAX_LEAD_MS,
         )
         encoder = _CountingEncoder(MediaEncoder(format, rate), Prosody(rate, asked.speed or 1.0))
-        chunks = speak(self._hub, start, asked.input, encoder)
+        chunks = speak(self._hub, start, asked.input, encoder, client_of(request.scope))
         content_type, late_event = encoder.content_type, None
         if asked.stream_format == "sse":
             chunks = self._events(chunks, encoder, rate, len(asked.input))

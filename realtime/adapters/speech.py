@@ -71,14 +71,19 @@ async def speak(
     start: SessionStart,
     text: str,
     encoder: Encoder,
+    client: str,
     find_voice: Callable[[str], VoicePrompt] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """The encoded speech, piece by piece. `start` must ask for PCM at the encoder's input rate.
+    """The encoded speech, piece by piece.
+
+    Args:
+        start: must ask for PCM at the encoder's input rate.
+        client: who is charged for the text.
 
     Raises:
         PlosiveError: before the first piece, for everything that can be known by then.
     """
-    async with aclosing(speak_and_tell(hub, start, text, encoder, find_voice)) as pieces:
+    async with aclosing(speak_and_tell(hub, start, text, encoder, client, find_voice)) as pieces:
         async for piece in pieces:
             if isinstance(piece, bytes):
                 yield piece
@@ -89,6 +94,7 @@ async def speak_and_tell(
     start: SessionStart,
     text: str,
     encoder: Encoder,
+    client: str,
     find_voice: Callable[[str], VoicePrompt] | None = None,
 ) -> AsyncGenerator[bytes | TurnText, None]:
     """The same, and which text has been spoken by the end of the pieces so far."""
@@ -96,6 +102,7 @@ async def speak_and_tell(
         message = f"got {len(text):,} characters, the limit is {MAX_TURN_CHARS:,}"
         raise SessionError("turn_too_long", message, param="text")
     async with open_session(hub, start, find_voice=find_voice) as session:
+        hub.charge_text(client, len(text))  # not for what is refused for want of a slot
         await session.append(_TURN_ID, text)
         await session.commit(_TURN_ID)
         payloads: list[bytes] = []

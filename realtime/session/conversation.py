@@ -15,6 +15,7 @@ from realtime.session.ledger import SpeakingRate
 from realtime.session.limits import SessionLimits
 from realtime.session.settings import Settings
 from realtime.session.slot_lease import SlotLease
+from realtime.session.text_rate import TextAccount
 from realtime.session.turn import Turn
 from realtime.session.turn_queue import TurnQueue
 from realtime.wire import (
@@ -36,6 +37,7 @@ class Conversation:
     Args:
         slot: as acquired; every generation after it is counted here.
         make_seed: a seed for streams whose client gave none.
+        client_text: charged for the text beside the session's own limit.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Conversation:
         limits: SessionLimits,
         make_seed: Callable[[], int],
         actions: list[Action],
+        client_text: TextAccount | None = None,
     ) -> None:
         self.takes_turns = True  # new ones
         self._session_id = session_id
@@ -55,7 +58,7 @@ class Conversation:
         self._actions = actions
         self._lease = SlotLease(slot, actions)
         self._turns = TurnQueue(limits)
-        self._intake = TextIntake(limits)
+        self._intake = TextIntake(limits, client_text)
         self._rate = SpeakingRate.typical(info.frame_ms)
         self._format: EffectiveFormat | None = None
         self._settings: Settings | None = None  # of the next new turn

@@ -49,6 +49,7 @@ from realtime.session.actions import Action, Close, EncodedAudio, OpenEncoder, S
 from realtime.session.conversation import Conversation, error_message
 from realtime.session.limits import SessionLimits
 from realtime.session.settings import SettingsResolver
+from realtime.session.text_rate import TextAccount
 from realtime.wire import (
     AudioFormat,
     ClientMessage,
@@ -88,6 +89,7 @@ class Session:
         find_voice: raises VoiceError for a name it does not know.
         make_seed: a seed for streams whose client gave none.
         describe_format: the format that will really flow, with the encoder's pre-skip.
+        client_text: the account of whoever is at the other end, over all its sessions.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Session:
         limits: SessionLimits,
         make_seed: Callable[[], int],
         describe_format: Callable[[AudioFormat], EffectiveFormat] = plain_format,
+        client_text: TextAccount | None = None,
     ) -> None:
         self.session_id = session_id
         self.state = SessionState.AWAITING_START
@@ -108,7 +111,9 @@ class Session:
         self._describe_format = describe_format
         self._close_reason = "session_closed"
         self._actions: list[Action] = []
-        self._talk = Conversation(session_id, slot, info, limits, make_seed, self._actions)
+        self._talk = Conversation(
+            session_id, slot, info, limits, make_seed, self._actions, client_text
+        )
 
     @property
     def slot(self) -> SlotRef:

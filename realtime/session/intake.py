@@ -1,21 +1,23 @@
 """Which text a session takes: how much in a message, in a turn, and in a second."""
 
-import math
-
-from realtime.errors import CapacityError, PlosiveError, SessionError
+from realtime.errors import PlosiveError, SessionError
 from realtime.session.limits import SessionLimits
+from realtime.session.text_rate import TextAccount, TextRates, charge
 from realtime.session.turn import Turn
 from realtime.wire import TextAppend
 
-_NS_PER_S = 1_000_000_000
-
 
 class TextIntake:
-    """One per session. What is refused changes nothing: its turn stays as it is."""
+    """One per session. What is refused changes nothing: its turn stays as it is.
 
-    def __init__(self, limits: SessionLimits) -> None:
+    Args:
+        client: charged as well, with all that the client sends through other sessions.
+    """
+
+    def __init__(self, limits: SessionLimits, client: TextAccount | None = None) -> None:
+        own = TextRates("a session", limits.max_text_chars_per_s, limits.text_burst_chars)
         self._limits = limits
-        self._paid_off_ns = 0  # when the text so far would have come at the permitted rate
+        self._accounts = [own.account("")] + ([client] if client is not None else [])
 
     def check(self, message: TextAppend, turn: Turn | None, now_ns: int) -> None:
         """Count the text of a message for `turn` (None: one that it opens).
@@ -32,25 +34,7 @@ class TextIntake:
             raise _too_long("turn_too_long", message, num_turn_chars, limits.max_turn_chars)
         if turn is not None and turn.is_committed:
             raise _committed(turn.turn_id)
-        if limits.max_text_chars_per_s:
-            self._pay(message, now_ns)
-
-    def _pay(self, message: TextAppend, now_ns: int) -> None:
-        per_s, burst = self._limits.max_text_chars_per_s, self._limits.text_burst_chars
-        ns_per_char = _NS_PER_S / per_s
-        paid_off_ns = max(self._paid_off_ns, now_ns) + round(len(message.text) * ns_per_char)
-        wait_s = (paid_off_ns - now_ns - burst * ns_per_char) / _NS_PER_S
-        if wait_s > 0:
-            raise CapacityError(
-                f"a session may send {per_s:,} characters of text a second, after the first "
-                f"{burst:,}; nothing of this message was taken: send it again in "
-                f"{math.ceil(10 * wait_s) / 10:g} s",
-                code="text_rate_exceeded",
-                param="text",
-                turn_id=message.turn_id,
-                retry_after_s=wait_s,
-            )
-        self._paid_off_ns = paid_off_ns
+        charge(self._accounts, num_chars, now_ns, message.turn_id)
 
 
 def _committed(turn_id: int) -> PlosiveError:

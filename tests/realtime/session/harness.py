@@ -39,6 +39,7 @@ from realtime.session.actions import (
 )
 from realtime.session.core import Session
 from realtime.session.limits import SessionLimits
+from realtime.session.text_rate import TextAccount
 from realtime.wire import (
     AudioPacket,
     Error,
@@ -250,7 +251,7 @@ class FakeClient:
 
 
 class Harness:
-    def __init__(self, **limits: int) -> None:
+    def __init__(self, client_text: TextAccount | None = None, **limits: int) -> None:
         self.now_ns = 0
         self.slot = SlotRef(2, 5)
         self.engine = FakeEngine(self.slot)
@@ -258,7 +259,13 @@ class Harness:
         self.actions: list[Action] = []
         self.dropped: set[int] = set()
         self.session = Session(
-            "s-1", self.slot, INFO, find_voice, SessionLimits(**limits), make_seed=lambda: 77
+            "s-1",
+            self.slot,
+            INFO,
+            find_voice,
+            SessionLimits(**limits),
+            make_seed=lambda: 77,
+            client_text=client_text,
         )
 
     # ------------------------------------------------------------------ the client's side

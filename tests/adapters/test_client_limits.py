@@ -1,0 +1,190 @@
+"""What one API key, or without keys one address, may have: over all its connections, by every API."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from websockets.asyncio.client import ClientConnection
+from websockets.asyncio.client import connect as ws_connect
+from websockets.exceptions import InvalidStatus
+
+from realtime import hub, wire
+from realtime.auth import ApiKeys
+from realtime.errors import HTTP_STATUS
+from tests.adapters.fish_support import FishSocket
+from tests.realtime.support import TIMEOUT_S, Client, Served, make_engine, serving
+
+KEY, OTHER = "key-of-the-first-client", "key-of-the-second-client"
+TEXT = "No more than one of these may come at once, and no other."  # 57 of 100 characters
+SOCKETS = ("/v1/realtime", "/v1/tts/live", "/v1/tts/live/with-timestamp")
+POSTS: dict[str, dict[str, Any]] = {
+    "/v1/audio/speech": {"model": "tts-1", "input": TEXT, "voice": "alloy"},
+    "/v1/tts": {"text": TEXT},
+    "/v1/tts/stream/with-timestamp": {"text": TEXT},
+}
+PATHS = (*SOCKETS, *POSTS)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def connect(served: Served, path: str, key: str) -> ws_connect:
+    url = f"ws://127.0.0.1:{served.port}{path}"
+    return ws_connect(url, additional_headers=bearer(key), proxy=None, close_timeout=0.2)
+
+
+async def post(served: Served, path: str, key: str) -> httpx.Response:
+    async with served.http() as http:
+        return await http.post(path, json=POSTS[path], headers=bearer(key), timeout=TIMEOUT_S)
+
+
+# ---------------------------------------------------------------------------- text a second
+
+
+async def speak_natively(socket: ClientConnection) -> wire.Error | None:
+    """None if it was spoken."""
+    client = Client(socket)
+    await client.start()
+    await client.send(
+        wire.TextAppend(turn_id=1, text=TEXT),
+        wire.TurnCommit(turn_id=1),
+    )
+    await client.until(wire.TurnDone)
+    errors = client.heard.of(wire.Error)
+    assert len(errors) == (not client.heard.packets)
+    return errors[0] if errors else None
+
+
+async def speak_live(socket: ClientConnection) -> dict[str, Any] | None:
+    fish = FishSocket(socket)
+    await fish.start(text=TEXT)
+    await fish.send("stop")
+    finish = await fish.until("finish")
+    return None if finish["reason"] == "stop" else finish
+
+
+async def is_spoken(served: Served, path: str, key: str) -> bool:
+    """Or refused, in the way of the path, with a time to wait for."""
+    if path in POSTS:
+        response = await post(served, path, key)
+        if response.status_code == 200:
+            return True
+        assert response.status_code == HTTP_STATUS["text_rate_exceeded"] == 429
+        assert 10 <= int(response.headers["retry-after"]) <= 14  # 14 characters, one a second
+        if path == "/v1/audio/speech":
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("rate_limit_error", "input")
+            assert error["code"] == "text_rate_exceeded"
+        else:
+            assert set(response.json()) == {"status", "message"}
+        assert "an API key" in response.text
+        return False
+    async with connect(served, path, key) as socket:
+        if path == wire.PATH:
+            error = await speak_natively(socket)
+            assert error is None or (error.code, error.keeps_turn) == ("text_rate_exceeded", True)
+            assert error is None or 10_000 < error.retry_after_ms <= 14_000
+            return error is None
+        finish = await speak_live(socket)
+        assert finish is None or "send it again in" in finish["message"], finish
+        return finish is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_text_through_one_api_counts_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 100)
+    options = {"keys": ApiKeys([KEY, OTHER]), "max_client_text_chars_per_s": 1}
+    async with serving(tmp_path, **options) as served:
+        assert await is_spoken(served, path, KEY)
+        await served.until_free()
+        for other in PATHS:
+            assert not await is_spoken(served, other, KEY), other
+            await served.until_free()  # a refusal leaves nothing behind
+        assert await is_spoken(served, path, OTHER)
+
+
+async def test_without_keys_an_address_is_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 100)
+    async with serving(tmp_path, max_client_text_chars_per_s=1) as served:
+        assert await is_spoken(served, "/v1/tts", KEY)
+        assert not await is_spoken(served, "/v1/audio/speech", OTHER)
+
+
+async def test_what_finds_no_slot_is_not_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 100)
+    engine = make_engine(tmp_path, num_slots=1)
+    async with serving(tmp_path, engine, max_client_text_chars_per_s=1) as served:
+        async with served.connect():
+            assert (await post(served, "/v1/tts", KEY)).status_code == 503
+        await served.until_free()
+        assert await is_spoken(served, "/v1/tts", KEY)
+
+
+async def test_the_openai_sdk_waits_as_long_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 100)
+    options = {"keys": ApiKeys([KEY]), "max_client_text_chars_per_s": 50}
+    async with serving(tmp_path, **options) as served, served.http() as http:
+        url = f"http://127.0.0.1:{served.port}/v1"
+        for max_retries, is_taken in ((0, True), (0, False), (1, True)):
+            client = openai.AsyncOpenAI(
+                api_key=KEY, base_url=url, http_client=http, max_retries=max_retries
+            )
+            speech = client.audio.speech.create(**POSTS["/v1/audio/speech"])
+            if is_taken:
+                assert (await speech).content
+            else:
+                with pytest.raises(openai.RateLimitError, match="characters of text a second"):
+                    await speech
+
+
+# ---------------------------------------------------------------------------- sessions at a time
+
+
+@pytest.mark.parametrize("taken_by", SOCKETS)
+async def test_a_session_of_one_api_counts_for_all(tmp_path: Path, taken_by: str) -> None:
+    options = {"keys": ApiKeys([KEY, OTHER]), "max_sessions_per_client": 1}
+    async with serving(tmp_path, **options) as served:
+        async with connect(served, taken_by, KEY):
+            for path in SOCKETS:
+                with pytest.raises(InvalidStatus) as refused:
+                    async with connect(served, path, KEY):
+                        pass
+                assert refused.value.response.status_code == 429, path
+                assert int(refused.value.response.headers["retry-after"]) >= 1
+            for path in POSTS:
+                response = await post(served, path, KEY)
+                assert response.status_code == 429, path
+                assert int(response.headers["retry-after"]) >= 1
+            assert (await post(served, "/v1/tts", OTHER)).status_code == 200
+        await served.until_free()
+        assert (await post(served, "/v1/tts", KEY)).status_code == 200
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_a_request_that_is_spoken_is_a_session(tmp_path: Path, path: str) -> None:
+    engine = make_engine(tmp_path)
+    options = {"keys": ApiKeys([KEY]), "max_sessions_per_client": 1}
+    async with serving(tmp_path, engine, **options) as served, served.http() as http:
+        engine.hold()
+        engine.let(5)
+        wav = POSTS[path] | {"format": "wav", "response_format": "wav"}
+        async with http.stream("POST", path, json=wav, headers=bearer(KEY)) as response:
+            assert await anext(response.aiter_raw())
+            with pytest.raises(InvalidStatus) as refused:
+                async with connect(served, wire.PATH, KEY):
+                    pass
+        assert refused.value.response.status_code == 429
+        engine.let_all()
+        await served.until_free()
+        assert (await post(served, path, KEY)).status_code == 200

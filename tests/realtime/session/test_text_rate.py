@@ -1,0 +1,87 @@
+"""Accounts of text: of one owner each, over all that spend from it."""
+
+import pytest
+
+from realtime.errors import CapacityError
+from realtime.session.text_rate import TextRates, burst_chars, charge
+from tests.realtime.session.harness import Harness
+
+S = 1_000_000_000
+
+
+def refusal(accounts, num_chars: int, now_ns: int) -> CapacityError:
+    with pytest.raises(CapacityError) as refused:
+        charge(accounts, num_chars, now_ns)
+    assert refused.value.code == "text_rate_exceeded"
+    return refused.value
+
+
+def test_a_burst_then_the_rate():
+    rates = TextRates("a client", 10, burst_chars=100)
+    account = rates.account("anna")
+    charge([account], 100, now_ns=0)
+    error = refusal([account], 20, now_ns=0)
+    assert error.retry_after_s == 2.0
+    assert "a client may send 10 characters" in error.message and "in 2 s" in error.message
+    charge([account], 20, now_ns=2 * S)
+    assert refusal([account], 1, now_ns=2 * S).retry_after_s == 0.1
+    charge([account], 100, now_ns=100 * S)  # a silence does not add to the burst
+    refusal([account], 1, now_ns=100 * S)
+
+
+def test_owners_have_accounts_of_their_own():
+    rates = TextRates("a client", 10, burst_chars=100)
+    charge([rates.account("anna")], 100, now_ns=0)
+    refusal([rates.account("anna")], 1, now_ns=0)
+    charge([rates.account("bob")], 100, now_ns=0)
+
+
+def test_all_accounts_are_charged_or_none():
+    small, large = TextRates("a session", 10, 50), TextRates("a client", 10, 100)
+    both = [small.account(""), large.account("anna")]
+    for order in (both, both[::-1]):
+        assert "a session" in refusal(order, 60, now_ns=0).message
+    charge([large.account("anna")], 100, now_ns=0)  # nothing was taken from it
+    error = refusal(both, 50, now_ns=0)
+    assert "a client" in error.message and error.retry_after_s == 5.0
+    charge([small.account("")], 50, now_ns=0)
+
+
+def test_a_rate_of_zero_permits_any_text():
+    rates = TextRates("a client", 0, burst_chars=burst_chars(0))
+    for _ in range(100):
+        charge([rates.account("anna")], 1_000_000, now_ns=0)
+
+
+def test_what_may_come_at_once_is_a_minutes_worth_and_a_whole_turn():
+    assert [burst_chars(rate) for rate in (1, 1_000, 4_000)] == [60_000, 60_000, 240_000]
+
+
+def test_accounts_are_kept_until_they_are_settled():
+    """However many clients there were, and whether they are connected or not."""
+    rates = TextRates("a client", 10, burst_chars=100)
+    charge([rates.account("anna")], 100, now_ns=0)
+    for i in range(5_000):
+        charge([rates.account(str(i))], 1, now_ns=i * S // 1_000)
+    assert len(rates) < 3_000  # each is settled after 100 ms
+    refusal([rates.account("anna")], 60, now_ns=5 * S)
+    charge([rates.account("anna")], 50, now_ns=5 * S)
+
+
+def test_sessions_of_one_client_share_its_account():
+    rates = TextRates("a client", 10, burst_chars=100)
+    one, two, other = (
+        Harness(client_text=rates.account(owner)) for owner in ("anna", "anna", "bob")
+    )
+    for harness in (one, two, other):
+        harness.start()
+    assert one.receive("text.append", turn_id=1, text="a " * 40) == []
+    (error,) = two.receive("text.append", turn_id=1, text="a " * 20)
+    assert (error.code, error.turn_id, error.keeps_turn) == ("text_rate_exceeded", 1, True)
+    assert error.retry_after_ms == 2_000
+    assert other.receive("text.append", turn_id=1, text="a " * 40) == []
+    two.now_ns += 2 * S
+    assert two.receive("text.append", turn_id=1, text="a " * 20) == []
+    assert two.receive("turn.commit", turn_id=1) == []
+    two.run()
+    assert two.client.ends == {1: ["turn.done"]}
