@@ -1,7 +1,8 @@
 """An engine without a model: it hums at the pace a model would speak, and needs no torch.
 
 `plosive serve --model tone` is a server to write clients against, and the load with which
-`python -m bench_ttfa.host` measures what surrounds an engine: event loop, Opus and sockets.
+`python -m bench_ttfa.host` measures what surrounds an engine: event loop, Opus and sockets. Tests put
+a hand on it (`tests/fakes.py`).
 """
 
 import threading
@@ -29,6 +30,7 @@ from realtime.pingpong.messages import (
     SlotClosed,
     SlotReady,
     SlotRef,
+    TurnBegin,
     TurnEnd,
     VoicePrompt,
 )
@@ -37,7 +39,6 @@ from realtime.pingpong.slots import Slots
 from realtime.threads import name_thread
 
 MODEL = "tone"
-_CHARS_PER_S = 15.0  # of English speech
 _HUM_S = 4.0  # then it repeats
 _NUM_SINGLE = 4  # frames of a turn that come one by one
 _NUM_LATE = 2_000  # steps whose lateness is kept
@@ -54,6 +55,7 @@ class ToneConfig:
     chunk_frames: int = 4  # that come at once but at the start of a turn, as a codec takes them
     sample_rate: int = 44_100
     frame_samples: int = 2_048
+    chars_per_frame: float = 0.7  # of English speech: 15 a second
 
     @classmethod
     def parse(cls, model: str, num_slots: int) -> "ToneConfig":
@@ -76,7 +78,7 @@ class ToneConfig:
 
 
 @dataclass
-class _Turn:
+class Turn:
     turn_id: int
     frames: deque[int] = field(default_factory=deque)  # of each closed segment that is not over
     num_segments: int | None = None
@@ -91,16 +93,16 @@ class _Turn:
 
 
 @dataclass
-class _Stream:
+class Stream:
     slot: SlotRef
     max_lead_ns: int
-    turns: deque[_Turn] = field(default_factory=deque)
+    turns: deque[Turn] = field(default_factory=deque)
     clock: PlaybackClock = field(default_factory=PlaybackClock)
     is_blocked: bool = False
 
-    def turn(self, turn_id: int) -> _Turn:
+    def turn(self, turn_id: int) -> Turn:
         if not self.turns or self.turns[-1].turn_id != turn_id:
-            self.turns.append(_Turn(turn_id))
+            self.turns.append(Turn(turn_id))
         return self.turns[-1]
 
     @property
@@ -132,7 +134,7 @@ class ToneEngine:
         self.failure: str | None = None
         self._frame_ns = round(1e9 * config.frame_samples / config.sample_rate)
         self._hum = _hum(config.sample_rate)
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, Stream] = {}
         self._inbox: Mailbox[Command] = Mailbox(max_items=1_000 + 100 * config.num_slots)
         self._sink: Callable[[Event], None] = lambda event: None
         self._is_stopping = False
@@ -200,14 +202,15 @@ class ToneEngine:
                 self._step(rows)
             timeout_s = 0.0 if rows else self._pause_s()
 
-    def _runnable(self, now_ns: int) -> list[_Stream]:
+    def _runnable(self, now_ns: int) -> list[Stream]:
         return [
             stream
             for stream in self._streams.values()
-            if stream.has_work
-            and not stream.is_blocked
-            and stream.clock.lead_ns(now_ns) < stream.max_lead_ns
+            if self._can_speak(stream) and stream.clock.lead_ns(now_ns) < stream.max_lead_ns
         ]
+
+    def _can_speak(self, stream: Stream) -> bool:
+        return stream.has_work and not stream.is_blocked
 
     def _pause_s(self) -> float | None:
         """Until a stream's lead is below its cap; None: until something comes."""
@@ -215,11 +218,11 @@ class ToneEngine:
         waiting = [
             stream.clock.lead_ns(now_ns) - stream.max_lead_ns
             for stream in self._streams.values()
-            if stream.has_work and not stream.is_blocked
+            if self._can_speak(stream)
         ]
         return max(0.0, min(waiting) / 1e9) if waiting else None
 
-    def _step(self, rows: list[_Stream]) -> None:
+    def _step(self, rows: list[Stream]) -> None:
         config = self._config
         started_ns = time.perf_counter_ns()
         for stream in rows:
@@ -232,7 +235,7 @@ class ToneEngine:
         for stream in rows:
             self._speak(stream)
 
-    def _speak(self, stream: _Stream) -> None:
+    def _speak(self, stream: Stream) -> None:
         """One frame of the turn, or its end."""
         turn, slot = stream.turns[0], stream.slot
         if turn.is_over:
@@ -242,15 +245,12 @@ class ToneEngine:
         now_ns = time.perf_counter_ns()
         if turn.num_frames == 0:
             turn.stamps_ns["first_pcm"] = now_ns
+            self._sink(TurnBegin(slot, turn.turn_id, dict(turn.stamps_ns)))
         num_frames = 1
         if turn.num_frames >= _NUM_SINGLE:
             num_frames = min(self._config.chunk_frames, turn.frames[0] - turn.segment_frames)
         stream.clock.add(num_frames * self._frame_ns, now_ns)
-        size = num_frames * self._config.frame_samples
-        at = (slot.idx * 977 + turn.num_frames * self._config.frame_samples) % (
-            len(self._hum) - size
-        )
-        pcm = self._hum[at : at + size]
+        pcm = self._pcm(stream, turn, num_frames)
         self._sink(FramePcm(slot, turn.turn_id, turn.segment, turn.num_frames, num_frames, pcm))
         turn.num_frames += num_frames
         turn.segment_frames += num_frames
@@ -260,12 +260,19 @@ class ToneEngine:
             turn.frames.popleft()
             turn.segment, turn.segment_frames = turn.segment + 1, 0
 
+    def _pcm(self, stream: Stream, turn: Turn, num_frames: int) -> NDArray[np.float32]:
+        """f32 [num_frames * frame_samples]: what the turn says next."""
+        size = num_frames * self._config.frame_samples
+        first = stream.slot.idx * 977 + turn.num_frames * self._config.frame_samples
+        first %= len(self._hum) - size
+        return self._hum[first : first + size]
+
     def _handle(self, command: Command) -> None:
         stream = self._streams.get(command.slot.idx)
         match command:
             case OpenSlot(slot):
                 if stream is None:
-                    stream = self._streams[slot.idx] = _Stream(slot, 0)
+                    stream = self._streams[slot.idx] = Stream(slot, 0)
                 stream.slot, stream.max_lead_ns = slot, round(1e6 * command.max_lead_ms)
                 self._sink(SlotReady(slot, prefill_ms=0.0, cached=True))
             case CancelTurn(slot):
@@ -280,13 +287,12 @@ class ToneEngine:
                 if stream is not None and self.slots.is_current(command.slot):
                     self._take_text(stream.turn(command.turn_id), command)
 
-    def _take_text(self, turn: _Turn, command: SetText | EndTurn) -> None:
+    def _take_text(self, turn: Turn, command: SetText | EndTurn) -> None:
         if isinstance(command, EndTurn):
             turn.num_segments = command.num_segments
         elif command.is_closed:
             turn.stamps_ns.setdefault("prefill_done", time.perf_counter_ns())
-            seconds = len(command.text) / _CHARS_PER_S
-            turn.frames.append(max(1, round(1e9 * seconds / self._frame_ns)))
+            turn.frames.append(max(1, int(len(command.text) / self._config.chars_per_frame)))
 
 
 def _work(num_turns: int) -> None:

@@ -92,20 +92,23 @@ async def test_it_speaks(devtools: str, tmp_path: Path, codec: str) -> None:
 
 @needs_browser
 async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path: Path) -> None:
-    async with serving(tmp_path) as served, opened(devtools, served) as page:
+    engine = make_engine(tmp_path)
+    engine.hold()
+    bars = "[...document.querySelectorAll('#stages .bar')].filter((bar) => !bar.hidden).length"
+    async with serving(tmp_path, engine) as served, opened(devtools, served) as page:
         await write(page, "All of it at once.")
         await page.press("Enter", CTRL)
+        await wait(page, f"{bars} === 2")  # of what is known before the server has said anything
+        assert list(await stages_ms(page)) == ["First word sent", "Text complete (commit)"]
+        engine.let_all()
         await wait(page, "textOf('announcer').startsWith('Finished')")
         at_ms = await stages_ms(page)
-        hidden = await page.evaluate(
-            "[...document.querySelectorAll('#stages tr')]"
-            ".filter((row) => row.querySelector('.bar').hidden)"
-            ".map((row) => row.cells[0].textContent)"
-        )
-        assert hidden == ["Prefill done", "First step"]
+        assert await page.evaluate(bars) == len(at_ms)
         assert list(at_ms) == [
             "First word sent",
             "Text complete (commit)",
+            "Prefill done",
+            "First step",
             "First PCM",
             "First packet sent",
             "First packet here",

@@ -139,6 +139,8 @@ async def test_a_cancelled_turn_tells_its_stages(tmp_path: Path) -> None:
         timeline_ms = cancelled.metrics.timeline_ms
         assert sorted(timeline_ms, key=timeline_ms.__getitem__) == [
             "first_text",
+            "prefill_done",
+            "first_step",
             "first_pcm",
             "encoded",
             "first_packet",
@@ -353,7 +355,7 @@ async def test_metrics(tmp_path: Path) -> None:
         assert float(values["plosive_ttfa_seconds_count"]) == 1
         assert float(values['plosive_turns_total{end="done"}']) == 1
         assert float(values['plosive_errors_total{code="invalid_json"}']) == 1
-        assert float(values["plosive_engine_frames_total"]) == done.metrics.num_frames
+        assert float(values["plosive_engine_decode_rows_total"]) == done.metrics.num_frames
         assert done.metrics.server_ttfa_ms is not None
 
 
