@@ -31,6 +31,7 @@ from realtime.pingpong import tone
 from realtime.pingpong.api import Engine
 from realtime.pingpong.slots import Slots
 from realtime.server import create_app
+from realtime.threads import share_interpreter
 from realtime.voices import VoiceStore
 from realtime.websocket import PlosiveWebSocket
 from realtime.wire import MAX_MESSAGE_BYTES
@@ -49,9 +50,6 @@ EXAMPLES = """examples:
 
 EngineFactory = Callable[[ServerConfig], Engine]
 
-# The engine's threads take and give the GIL thousands of times a second, around short operations.
-# Python's 5 ms of patience costs them 10 to 15 % of the frames/s (embedded model, 2 cores).
-_GIL_SWITCH_S = 0.000_5
 _WORTH_A_LINE_BYTES = 10**9  # of weights: loading them takes seconds, which are accounted for
 
 
@@ -128,7 +126,7 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
     connections made meanwhile wait.
     """
     started_s = time.monotonic()
-    sys.setswitchinterval(_GIL_SWITCH_S)
+    share_interpreter()
     try:
         _check_descriptors(config)
         load_opuslib()

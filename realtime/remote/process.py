@@ -21,7 +21,7 @@ from realtime.pingpong.api import Engine, EngineInfo
 from realtime.pingpong.messages import CloseSlot, Command, Event, SlotFailed, SlotRef
 from realtime.pingpong.slots import Generations, Slots
 from realtime.remote.link import Link, LinkClosed
-from realtime.threads import name_thread
+from realtime.threads import name_thread, share_interpreter
 
 EngineFactory = Callable[[Slots], Engine]
 
@@ -84,6 +84,7 @@ def run(sock: socket.socket, factory: EngineFactory, shared: Shared) -> None:
     process; should the server be gone, the link ends and so does this."""
     ignore_signals()
     name_thread("plosive-engine")
+    share_interpreter()
     link = Link(sock, "events")
     try:
         engine = factory(Slots(len(shared.generations), shared.generations))

@@ -1,5 +1,6 @@
 """Engines without a model, as functions that another process can call, and what is said to them."""
 
+import sys
 import threading
 
 from realtime.errors import PlosiveError
@@ -25,6 +26,11 @@ def make_tone(slots: Slots) -> ToneEngine:
 def make_slow_tone(slots: Slots) -> ToneEngine:
     """Its thread takes commands between steps of a second only."""
     return ToneEngine(ToneConfig(num_slots=slots.num_slots, step_ms=1000.0), slots)
+
+
+def tell_patience(slots: Slots) -> ToneEngine:
+    """How long a thread of the engine's process waits before it asks for the interpreter."""
+    raise PlosiveError("model_unusable", f"{sys.getswitchinterval():g}")
 
 
 def refuse(slots: Slots) -> ToneEngine:

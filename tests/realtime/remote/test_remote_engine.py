@@ -31,6 +31,7 @@ from tests.support.tones import (
     opened,
     refuse,
     say,
+    tell_patience,
 )
 
 VOICE = VoicePrompt("any", "a voice", np.zeros((1, 3), np.int32))
@@ -61,6 +62,11 @@ def test_it_speaks_as_it_would_here(remote: RemoteEngine) -> None:
     assert kinds[0] == kinds[1]
     assert np.array_equal(pcm(here, 1), pcm(there, 1))
     local.stop()
+
+
+def test_its_threads_share_the_interpreter_as_those_of_the_server_do() -> None:
+    with pytest.raises(PlosiveError, match="^0.0005$"):
+        RemoteEngine(tell_patience, num_slots=1).load()
 
 
 def test_what_is_stale_is_dropped_over_there_too(remote: RemoteEngine) -> None:
