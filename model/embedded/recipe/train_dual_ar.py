@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from model.embedded.recipe.dialogues import Dialogues, Rows, rows_from
+from model.embedded.recipe.speakers import VOICES
 from model.embedded.recipe.stepping import (
     StepRunner,
     Stopwatch,
@@ -165,20 +166,26 @@ def learning_rate(args: argparse.Namespace, step: int, done: float) -> float:
 
 
 def evaluate(
-    trainer: Trainer, held: list[Rows], progress: dict[str, float], out: Path
+    trainer: Trainer, held: dict[str, list[Rows]], progress: dict[str, float], out: Path
 ) -> dict[str, float]:
-    """Held-out loss of the averaged weights; keep them if they are the best so far."""
-    semantic, residual = trainer.held_loss(held)
-    if not semantic + residual >= progress["best"]:  # also when there was nothing to measure
-        progress["best"] = semantic + residual
+    """Held-out losses of the averaged weights; keep them if their sum is the best so far."""
+    record: dict[str, float] = {}
+    for name, rows in held.items():
+        if rows:
+            semantic, residual = trainer.held_loss(rows)
+            record |= {f"{name}_semantic": semantic, f"{name}_residual": residual}
+    total = sum(record.values()) if record else math.nan
+    if not total >= progress["best"]:  # also when there was nothing to measure
+        progress["best"] = total
         progress["best_step"] = progress["step"]
         save_weights(trainer, progress, out)
-    return {"held_semantic": round(semantic, 4), "held_residual": round(residual, 4)}
+    return {name: round(value, 4) for name, value in record.items()}
 
 
 def train(trainer: Trainer, dialogues: Dialogues, progress: dict[str, float], out: Path) -> None:
     args, watch = trainer.args, Stopwatch(progress["spent_s"])
-    held = dialogues.held_rows(*trainer.shapes[0][:2])
+    size = trainer.shapes[0][:2]
+    held = {"held": dialogues.held_rows(*size), "stranger": dialogues.stranger_rows(*size)}
     batches = dialogues.batches(trainer.shapes, args.seed + int(progress["step"]))
     num_positions, last_step = 0, int(progress["step"])
     while True:
@@ -216,7 +223,7 @@ def train(trainer: Trainer, dialogues: Dialogues, progress: dict[str, float], ou
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--codes", type=Path, required=True, help="codes.npz")
+    p.add_argument("--codes", type=Path, nargs="+", required=True, help="one or more codes.npz")
     p.add_argument("--corpus", type=Path, required=True, help="lines of text<TAB>phonemes")
     p.add_argument("--phonemes", type=Path, required=True, help="the teacher's vocab.json")
     p.add_argument("--out", type=Path, required=True)
@@ -263,12 +270,17 @@ def main(argv: list[str] | None = None) -> None:
         trainer.optimizer.load_state_dict(state["optimizer"])
         progress = state["progress"]
         print(f"resumed at step {progress['step']:.0f}", flush=True)
-    while args.wait and not args.codes.exists():
+    while args.wait and not all(file.exists() for file in args.codes):
         time.sleep(0.5)
     prompt = PromptTokens(build_vocab(read_phonemes(args.phonemes)))
     dialogues = Dialogues(args.codes, args.corpus, prompt, device)
     trainer.load_data(dialogues)
-    print(f"{dialogues.hours():.1f} h, voices {dialogues.voices}", flush=True)
+    own = sum(v < len(VOICES) for v in dialogues.voices)
+    print(
+        f"{dialogues.hours():.1f} h, {own} voices, {len(dialogues.voices) - own} other speakers, "
+        f"{len(dialogues.strangers)} held out",
+        flush=True,
+    )
     if args.until:
         args.minutes = (progress["spent_s"] + args.until - time.time()) / 60
     train(trainer, dialogues, progress, args.out)

@@ -132,7 +132,7 @@ def dialogues(tmp_path: Path) -> Dialogues:
         text=np.array([0, *range(1, 12), 400, *range(12, 23)]),
         voice=np.repeat([0, 1], 12),
     )
-    return Dialogues(tmp_path / "codes.npz", tmp_path / "corpus.tsv", PROMPT, CPU)
+    return Dialogues([tmp_path / "codes.npz"], tmp_path / "corpus.tsv", PROMPT, CPU)
 
 
 def clips_in(rows: torch.Tensor) -> set[int]:
@@ -161,6 +161,37 @@ def test_only_turns_that_were_held_out_count_in_the_held_out_loss(dialogues: Dia
     predicted = first.targets[first.targets > 0] - 1
     assert set(predicted.tolist()) == {0, 12}
     assert clips_in(first.tokens) - {0, 12}  # the references are others
+
+
+def test_other_speakers_come_from_a_second_file_and_strangers_only_count(
+    dialogues: Dialogues, tmp_path: Path
+) -> None:
+    """Voices 10, 23 and 24 say 4 clips each; 24 is held out as a whole, 400 as a text."""
+    lengths = np.array([35, 40, 45, 50] * 3)
+    codes = np.repeat(np.arange(100, 112, dtype=np.uint16), lengths)[:, None].repeat(8, 1)
+    np.savez(
+        tmp_path / "more.npz",
+        codes=codes,
+        length=lengths,
+        offset=np.cumsum(lengths) - lengths,
+        text=np.array([1, 2, 3, 400] * 3),
+        voice=np.repeat([10, 23, 24], 4),
+    )
+    files = [tmp_path / "codes.npz", tmp_path / "more.npz"]
+    both = Dialogues(files, tmp_path / "corpus.tsv", PROMPT, CPU)
+    assert (both.voices, both.strangers) == ([0, 1, 10, 23], [24])
+    rows = [
+        clips_in(row) for row in both.gather(both.index(300, 300, np.random.default_rng(0))).tokens
+    ]
+    assert set.union(*rows) == (set(range(24)) - {0, 12, 5, 7}) | {100, 101, 102, 104, 105, 106}
+    frames = [both.length[both.clips[voice]].sum() for voice in both.voices]
+    share = np.mean([min(clips) >= 100 for clips in rows])
+    assert share == pytest.approx((frames[2] + frames[3]) / sum(frames), abs=0.08)
+    held, *_ = both.held_rows(6, 200)
+    assert set((held.targets[held.targets > 0] - 1).tolist()) == {0, 12}
+    strange, *_ = both.stranger_rows(6, 200)
+    assert clips_in(strange.tokens) <= {108, 109, 110, 111}
+    assert dialogues.stranger_rows(6, 200) == []
 
 
 def test_what_each_position_predicts() -> None:

@@ -5,6 +5,7 @@ The network itself is a fake: a token lasts eight blocks or more, and its loudne
 
 import wave
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,11 @@ import pytest
 import torch
 
 from model.embedded.recipe import teacher
+from model.embedded.recipe.speakers import ENGLISH, UNSEEN, VOICES, Speaker, invent, plain
 from model.embedded.recipe.teacher import BLOCK_SAMPLES, Item, Teacher
 
 PRIMARY, SECONDARY = 8, 9
+SPEAKERS = [plain(voice) for voice in VOICES]
 VOCAB = {**{char: i for i, char in enumerate("abcdefg", start=1)}, "ˈ": PRIMARY, "ˌ": SECONDARY}
 
 
@@ -23,17 +26,23 @@ class FakeNetwork:
     """A tone as loud as the number of the token that sounds; token 0, at both ends, is silent."""
 
     def __init__(self) -> None:
-        self.predictor = SimpleNamespace(F0Ntrain=lambda prosody, style: (None, None))
+        self.predictor = SimpleNamespace(F0Ntrain=self.pitch_and_energy)
+        self.pitches: list[torch.Tensor] = []
+
+    def pitch_and_energy(self, prosody, style):
+        return torch.full((len(prosody), prosody.shape[2]), 100.0), None
 
     def decoder(self, text, pitch, energy, style):
+        self.pitches.append(pitch)
         level = text[:, 0] / 20  # [clips, blocks]
         wave_form = torch.ones(BLOCK_SAMPLES) * torch.tensor([1.0, -1.0]).repeat(BLOCK_SAMPLES // 2)
         return (level[..., None] * wave_form).flatten(1)[:, None]
 
 
 class FakeTeacher(Teacher):
-    def __init__(self) -> None:
+    def __init__(self, speakers: Sequence[Speaker] = SPEAKERS) -> None:
         self.device, self.vocab, self.model = torch.device("cpu"), VOCAB, FakeNetwork()
+        self.speakers = speakers
         self.stress_ids = [PRIMARY, SECONDARY]
         self.text_sizes: list[set[int]] = []
         self.acoustic_sizes: list[tuple[int, set[int]]] = []
@@ -47,6 +56,7 @@ class FakeTeacher(Teacher):
             items=indices,
             labels=self._labels(tokens),
             style=torch.zeros(len(items), 256),
+            speakers=[self.speakers[item.voice] for item in items],
             prosody=tokens[..., None].float(),
             text=tokens[..., None].float(),
             durations=tokens.clamp(min=8),
@@ -70,20 +80,83 @@ def some_items(count: int, seed: int = 0) -> list[Item]:
 
 def test_plan_gives_every_row_to_one_voice() -> None:
     rows = [(f"text {i}", "abc") for i in range(100)]
-    items = teacher.plan(rows, FakeTeacher(), seed=1)
+    items = teacher.plan(rows, FakeTeacher(), 1, range(10))
     assert sorted(item.row for item in items) == list(range(100))
     assert set(Counter(item.voice for item in items).values()) == {10}
     assert all(teacher.MIN_SPEED <= item.speed <= teacher.MAX_SPEED for item in items)
     assert len({item.speed for item in items}) > 50
-    assert items == teacher.plan(rows, FakeTeacher(), seed=1)
-    assert [i.row for i in items] != [i.row for i in teacher.plan(rows, FakeTeacher(), seed=2)]
+    assert items == teacher.plan(rows, FakeTeacher(), 1, range(10))
+    assert [i.row for i in items] != [
+        i.row for i in teacher.plan(rows, FakeTeacher(), 2, range(10))
+    ]
 
 
 def test_plan_leaves_out_what_is_too_short_or_too_long() -> None:
     rows = [("one", "ab"), ("two", "abc"), ("three", "a" * 260), ("four", "a" * 261), ("x", "xyz")]
-    items = teacher.plan(rows, FakeTeacher(), seed=0)
+    items = teacher.plan(rows, FakeTeacher(), 0, range(10))
     assert sorted(item.row for item in items) == [1, 2]
     assert next(item.tokens for item in items if item.row == 1) == [1, 2, 3]
+
+
+def test_plan_goes_on_after_what_was_spoken_with_other_speakers() -> None:
+    rows = [(f"text {i}", "abc") for i in range(60)]
+    items = teacher.plan(rows, FakeTeacher(), 1, range(10, 15), spoken=frozenset(range(0, 60, 2)))
+    assert sorted(item.row for item in items) == list(range(1, 60, 2))
+    assert Counter(item.voice for item in items) == dict.fromkeys(range(10, 15), 6)
+
+
+NAMES = [*VOICES, *UNSEEN, "zf_a", "zm_b", "zf_c", "zm_d"]
+
+
+def test_invented_speakers_are_new_and_know_no_stranger() -> None:
+    speakers = invent(NAMES, 300, seed=1)
+    assert speakers == invent(NAMES, 300, seed=1) != invent(NAMES, 300, seed=2)
+    assert speakers[:20] == invent(NAMES, 20, seed=1)
+    assert len(set(speakers)) == 300
+    used = {name for s in speakers for name, _ in (*s.timbre, *s.prosody)}
+    assert used == set(NAMES) - set(UNSEEN)
+    for speaker in speakers:
+        names, weights = zip(*speaker.timbre, strict=True)
+        assert sum(weights) == pytest.approx(1) and min(weights) >= 0
+        assert len(set(names)) == len(names) <= 3
+        ((prosody, weight),) = speaker.prosody
+        assert prosody[0] in ENGLISH and weight == 1
+        assert 0.9 < speaker.pitch < 1.1 and 0.9 < speaker.tract < 1.1
+    mixed = [s for s in speakers if len({name[1] for name, _ in s.timbre}) > 1]
+    assert 0 < len(mixed) < 60
+
+
+def test_styles_are_blended_half_by_half() -> None:
+    speaker = Speaker((("a", 0.25), ("b", 0.75)), (("b", 1.0),))
+    fake, names = FakeTeacher(), ["a", "b"]
+    fake.tables = torch.stack([torch.full((5, 256), 4.0), torch.full((5, 256), 8.0)])
+    fake.tables[:, 2] += 1  # a row per number of tokens
+    fake.timbre = teacher._weights([plain("a").timbre, speaker.timbre], names)
+    fake.prosody = teacher._weights([plain("a").prosody, speaker.prosody], names)
+    style = fake._styles([1, 0], 3)
+    assert style[0].tolist() == [8.0] * 128 + [9.0] * 128
+    assert style[1].tolist() == [5.0] * 256
+    assert fake._styles([1], 99)[0].tolist() == [7.0] * 128 + [8.0] * 128
+
+
+def test_a_speaker_has_its_own_pitch_and_vocal_tract() -> None:
+    """With a tract 1.5 times as long every sound lasts as much longer."""
+    fake = FakeTeacher([plain("a"), Speaker((), (), pitch=1.25, tract=1.5)])
+    same, other = fake.speak([Item(0, 0, 1.0, [1, 2, 3]), Item(0, 1, 1.0, [1, 2, 3])])
+    assert [row[0].item() for row in fake.model.pitches[0]] == [100.0, 125.0]
+    assert len(other.samples) == len(other.labels) * BLOCK_SAMPLES
+    counts = [Counter(clip.labels.tolist()) for clip in (same, other)]
+    assert all(counts[1][token] == 1.5 * counts[0][token] > 0 for token in (1, 2, 3))
+
+
+def test_a_stretched_tone_is_lower_and_as_loud() -> None:
+    time = torch.arange(40 * BLOCK_SAMPLES) / teacher.SAMPLE_RATE_HZ
+    tone = torch.sin(2 * torch.pi * 1100 * time).reshape(40, BLOCK_SAMPLES)
+    blocks, labels = teacher._stretch(tone, torch.arange(40), 1.1)
+    assert blocks.shape == (44, BLOCK_SAMPLES) and labels.unique().tolist() == list(range(40))
+    time = torch.arange(44 * BLOCK_SAMPLES) / teacher.SAMPLE_RATE_HZ
+    wanted = torch.sin(2 * torch.pi * 1000 * time)
+    assert float((blocks.flatten() - wanted).abs().max()) < 2e-3
 
 
 def test_batches_are_of_equal_lengths_and_every_item_is_said_once() -> None:

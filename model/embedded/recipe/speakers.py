@@ -1,0 +1,76 @@
+"""Who speaks: the ten voices of the package, or any number of speakers nobody has met before.
+
+A style of the teacher is a table `[tokens, 256]`: the first half of a row is timbre, the second prosody. Convex blends
+of such tables are natural voices again, so a few dozen of them make as many speakers as one likes. The fundamental and
+the length of the vocal tract are varied besides. Everything follows from the seed.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+#: The order is the voice index in the shards. Every voice speaks the same share of the corpus.
+VOICES = (
+    "af_heart",
+    "af_bella",
+    "af_sarah",
+    "af_kore",
+    "am_michael",
+    "am_fenrir",
+    "am_puck",
+    "bf_emma",
+    "bm_george",
+    "bm_fable",
+)
+#: Never spoken and in no blend: the evaluation's strangers.
+UNSEEN = ("af_sky", "am_adam", "bf_isabella", "bm_lewis")
+ENGLISH = ("a", "b")
+#: Shares of the blends with one, two and three timbres, and of those that mix the sexes.
+NUM_TIMBRES = (0.2, 0.5, 0.3)
+MIXED_SEX = 0.1
+MAX_PITCH_SEMITONES = 1.5
+MAX_TRACT = 0.08
+PLAIN_SHARE = 0.4
+
+Parts = tuple[tuple[str, float], ...]  # names of styles with weights that sum to 1
+
+
+class Speaker(NamedTuple):
+    timbre: Parts
+    prosody: Parts
+    pitch: float = 1.0  # factor on the fundamental
+    tract: float = 1.0  # factor on the length of the vocal tract: formants and fundamental over it
+
+
+def plain(name: str) -> Speaker:
+    return Speaker(((name, 1.0),), ((name, 1.0),))
+
+
+def invent(names: Sequence[str], count: int, seed: int) -> list[Speaker]:
+    """`count` speakers from the styles `names` but for `UNSEEN`, no two alike.
+
+    Timbres come from styles of every language, the prosody of one of English: what they say is English.
+    """
+    rng = random.Random(seed)
+    pool = sorted(set(names) - set(UNSEEN))
+    speakers: dict[Speaker, None] = {}  # a set in the order of its making
+    while len(speakers) < count:
+        speakers.setdefault(_speaker(pool, rng))
+    return list(speakers)
+
+
+def _speaker(pool: Sequence[str], rng: random.Random) -> Speaker:
+    first = rng.choice(pool)
+    same_sex = [name for name in pool if name[1] == first[1]]
+    others = pool if rng.random() < MIXED_SEX else same_sex
+    (number,) = rng.choices((1, 2, 3), NUM_TIMBRES)
+    timbres = [first, *rng.sample([name for name in others if name != first], number - 1)]
+    shares = [rng.gammavariate(1.0, 1.0) for _ in timbres]
+    weights = [round(share / sum(shares), 3) for share in shares[1:]]
+    weights = [round(1 - sum(weights), 3), *weights]
+    prosody = rng.choice([name for name in same_sex if name[0] in ENGLISH])
+    pitch = tract = 1.0
+    if rng.random() >= PLAIN_SHARE:
+        pitch = round(2 ** (rng.uniform(-1, 1) * MAX_PITCH_SEMITONES / 12), 3)
+        tract = round(1 + rng.uniform(-1, 1) * MAX_TRACT, 3)
+    return Speaker(tuple(zip(timbres, weights, strict=True)), ((prosody, 1.0),), pitch, tract)
