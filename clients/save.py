@@ -21,6 +21,7 @@ _FORMATS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
 SUFFIXES = tuple(_FORMATS)
 _BIT_RATE = {"libopus": 48_000, "libmp3lame": 96_000}
 _RESAMPLED_HZ = 48_000
+_MIN_HZ, _MAX_HZ = 1_000, 384_000
 
 
 def check_suffix(path: Path) -> None:
@@ -40,11 +41,15 @@ def save(path: Path | str, samples: Samples, sample_rate_hz: int) -> None:
         save("hello.wav", samples, sample_rate_hz)
 
     Raises:
-        ValueError: unknown suffix.
+        ValueError: unknown suffix, or a rate that no audio has.
         OSError: the file cannot be written.
     """
     path = Path(path)
     check_suffix(path)
+    if not _MIN_HZ <= sample_rate_hz <= _MAX_HZ:
+        raise ValueError(
+            f"sample_rate_hz: got {sample_rate_hz}, expected {_MIN_HZ:,} to {_MAX_HZ:,}"
+        )
     container_format, encoder, valid_hz = _FORMATS[path.suffix.lower()]
     file_hz = sample_rate_hz if valid_hz is None or sample_rate_hz in valid_hz else _RESAMPLED_HZ
     buffer = io.BytesIO()

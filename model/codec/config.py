@@ -123,6 +123,7 @@ _S2: Mapping[str, Any] = {
 _UNUSED_LAYERS = "decoder_transformer_layers"
 _MISSING = object()
 _MAX_COUNT = 2**31 - 1
+MAX_RATE_HZ = 192_000
 _MAX_CODEBOOKS = 1024
 
 
@@ -231,7 +232,7 @@ def _read_nested(top: _Fields) -> DacConfig:
         quantizer.count("n_codebooks", most=_MAX_CODEBOOKS),
     )
     config = DacConfig(
-        sample_rate=top.count("sample_rate"),
+        sample_rate=top.count("sample_rate", most=MAX_RATE_HZ),
         encoder_dim=encoder_dim,
         encoder_rates=top.counts("encoder_rates"),
         decoder_dim=top.count("decoder_dim"),
@@ -281,7 +282,7 @@ def _read_flat(top: _Fields) -> DacConfig:
         top.count("n_codebooks", most=_MAX_CODEBOOKS),
     )
     config = DacConfig(
-        sample_rate=top.count("sample_rate"),
+        sample_rate=top.count("sample_rate", most=MAX_RATE_HZ),
         encoder_dim=top.count("encoder_dim"),
         encoder_rates=encoder_rates,
         decoder_dim=top.count("decoder_dim"),

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.codec.config import MAX_RATE_HZ
 from model.codec.spectral_layers import ConvNeXt, WindowLayer, overlap_add
 from model.codec.spectral_stream import FusedDecoder
 
@@ -87,6 +88,11 @@ class SpectralConfig:
         unknown = sorted(values.keys() - {field.name for field in fields(cls)})
         if unknown:
             raise ValueError(f"codec_config: unknown keys {unknown}")
+        rate_hz = values.get("sample_rate", cls.sample_rate)
+        if not isinstance(rate_hz, int) or not 0 < rate_hz <= MAX_RATE_HZ:
+            raise ValueError(
+                f"codec_config.sample_rate: expected 1 to {MAX_RATE_HZ}, found {rate_hz!r}"
+            )
         if "mel_views" in values:
             values["mel_views"] = tuple((int(w), int(b)) for w, b in values["mel_views"])
         return cls(**values)

@@ -1,7 +1,6 @@
 """`/model`: the voice store as Fish's models. What the store does not keep is kept in files beside it."""
 
 import asyncio
-import json
 import secrets
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import FormData
 
-from realtime.adapters.fish_request import Reference
+from realtime.adapters.fish_request import Reference, read_json
 from realtime.adapters.fish_voices import Voices
 from realtime.adapters.speech import BodyReader
 from realtime.errors import PlosiveError, VoiceError
@@ -224,13 +223,10 @@ async def _form_of(data: FormData) -> _Form:
 
 
 def _form_of_json(body: bytes) -> _Form:
-    try:
-        data = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise PlosiveError("invalid_body", f"not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise PlosiveError("invalid_body", "expected a JSON object")
-    several = {name: value if isinstance(value, list) else [value] for name, value in data.items()}
+    several = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in read_json(body).items()
+    }
     fields = {
         name: [str(v) for v in values] for name, values in several.items() if values != [None]
     }

@@ -2,11 +2,11 @@
 
 import base64
 import binascii
-import json
 from typing import Annotated, Any, Literal
 
 import ormsgpack
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
 
 from realtime.adapters import media_prosody
 from realtime.adapters.media import MediaEncoder
@@ -143,7 +143,7 @@ def parse_body(content_type: str, body: bytes) -> TtsRequest:
     """Raises PlosiveError `unsupported_media_type`, `invalid_body`, or what `parse_request` does."""
     match content_type.partition(";")[0].strip().lower():
         case "application/json":
-            return parse_request(_decode("JSON", json.loads, body))
+            return parse_request(read_json(body))
         case "application/msgpack" | "application/x-msgpack":
             return parse_request(unpack(body))
         case other:
@@ -153,18 +153,28 @@ def parse_body(content_type: str, body: bytes) -> TtsRequest:
             )
 
 
+def read_json(data: bytes) -> dict[str, Any]:
+    """A JSON object. Half a surrogate pair is no text, here as in MessagePack and in OpenAI's API.
+
+    Raises:
+        PlosiveError: `invalid_body`.
+    """
+    return _decode("JSON", "object", from_json, data)
+
+
 def unpack(data: bytes) -> dict[str, Any]:
     """A MessagePack map. Raises PlosiveError `invalid_body`."""
-    return _decode("MessagePack", ormsgpack.unpackb, data)
+    return _decode("MessagePack", "map", ormsgpack.unpackb, data)
 
 
-def _decode(name: str, decode: Any, data: bytes) -> dict[str, Any]:
+def _decode(name: str, mapping: str, decode: Any, data: bytes) -> dict[str, Any]:
     try:
         value = decode(data)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise PlosiveError("invalid_body", f"not {name}: {error}") from error
     if not isinstance(value, dict):
-        raise PlosiveError("invalid_body", f"expected a {name} map, got {type(value).__name__}")
+        message = f"expected a {name} {mapping}, got {type(value).__name__}"
+        raise PlosiveError("invalid_body", message)
     return value
 
 

@@ -217,15 +217,13 @@ async def test_bodies(tmp_path: Path) -> None:
             (b'{"text": "hel', json_type, 400, "JSON"),
             (b"[" * 100_000, json_type, 400, "JSON"),
             (b"\xff\xfe", json_type, 400, "JSON"),
+            (b'{"text": "\\ud800 is no text"}', json_type, 400, "JSON"),
             (b" " * 3_000_000, json_type, 413, "bytes"),
         ):
             headers = {"Content-Type": kind} if kind else {}
             response = await http.post(TTS, content=content, headers=headers)
             refusal(response, status, message)
         refusal(await http.get(TTS), 405, "")
-        headers = {"Content-Type": json_type}
-        odd = await http.post(TTS, content=b'{"text": "\\ud800 is read as"}', headers=headers)
-        assert odd.status_code == 200
         form = {"files": {"audio": b"x"}, "data": {"text": "x"}}
         refusal(await http.post(TTS, **form), 415, "multipart/form-data")
 

@@ -129,6 +129,14 @@ def test_saved_files_have_every_sample(tmp_path, suffix, sample_rate_hz) -> None
         np.testing.assert_array_equal(written, to_int16(samples))
 
 
+@pytest.mark.parametrize("rate_hz", [2**31 - 1, 2**31, 384_001, 999, 0, -24_000])
+@pytest.mark.parametrize("suffix", [".wav", ".ogg"])
+def test_a_rate_that_no_audio_has_is_refused(tmp_path, suffix, rate_hz) -> None:
+    with pytest.raises(ValueError, match=f"sample_rate_hz: got {rate_hz}, expected 1,000 to"):
+        save(tmp_path / f"out{suffix}", np.zeros(10, np.float32), rate_hz)
+    assert not list(tmp_path.iterdir())
+
+
 def test_unknown_suffix_names_the_valid_ones(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"\.wav, \.ogg, \.opus, \.mp3"):
         save(tmp_path / "out.flac", np.zeros(10, np.float32), 24_000)

@@ -238,6 +238,12 @@ def nested(**changes):
             r"1 decoder_transformer_layers for \d+ decoder_ra",
         ),
         (nested(encoder_dim=10**30), r"codec_config.encoder_dim: expected at most 2147483647"),
+        (nested(sample_rate=2**31 - 1), r"codec_config.sample_rate: expected at most 192000"),
+        ({**FLAT, "sample_rate": 192_001}, r"codec_config.sample_rate: expected at most 192000"),
+        (
+            {"type": "spectral", "sample_rate": 2**31 - 1},
+            r"codec_config.sample_rate: expected 1 to 192000, found 2147483647",
+        ),
         ({**FLAT, "n_codebooks": 10**30}, r"codec_config.n_codebooks: expected at most 1024"),
         (
             nested(quantizer=CONFIG["quantizer"] | {"n_codebooks": 10**30}),

@@ -71,6 +71,8 @@ def test_unknown_types_are_named_and_unknown_fields_ignored() -> None:
         ({"max_lead_ms": 1}, "max_lead_ms"),
         ({"format": {"codec": "mp3"}}, "format.codec"),
         ({"format": {"codec": "opus", "sample_rate": 44100}}, "format"),
+        ({"format": {"codec": "opus", "sample_rate": 2**31 - 1}}, "format"),
+        ({"format": {"codec": "pcm_s16le", "sample_rate": 2**31 - 1}}, "format"),
         ({"voice": 7}, "voice"),
     ],
 )
