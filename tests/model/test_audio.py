@@ -147,7 +147,7 @@ REFUSED = {
     "inf": (wav_f32(np.where(np.arange(RATE) > 9, np.inf, 0.1)), "not finite"),
     "integer scale": (wav_f32(20_000 * chirp(1, RATE)), "peaks at"),
     "1 Hz": (wav_f32(chirp(1, RATE), 1), "sample rate of 1 Hz"),
-    "2 GHz": (wav_f32(chirp(1, RATE), 2**31 - 1), "sample rate of 2147483647 Hz"),
+    "1 GHz": (wav_f32(chirp(1, RATE), 2**30 - 1), "sample rate of 1073741823 Hz"),
 }
 
 
