@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_ttfa import report
+from bench_ttfa.command import count, exit_status, length_s, positive_float, positive_int
 from bench_ttfa.plot import can_plot, plot
 from bench_ttfa.progress import Display
 from bench_ttfa.references import reference_voices
@@ -24,9 +25,8 @@ from bench_ttfa.run import (
 from bench_ttfa.system import num_cores
 from bench_ttfa.worker import Connection
 from bench_ttfa.workload import KINDS
-from clients import AudioFormat, PlosiveError
-from clients.explain import sentence
-from clients.local_server import LocalServer, stopped_like_interrupted
+from clients import AudioFormat
+from clients.local_server import LocalServer
 
 _DESCRIPTION = """\
 Latency of a Plosive server, measured from outside through the Python client.
@@ -76,33 +76,26 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("nothing to run: -c is empty and no other load is asked for")
     if args.url and args.serve:
         parser.error("--serve is for a local server; --url names another")
-    try:
-        with stopped_like_interrupted():
-            return _run(args)
-    except (PlosiveError, OSError) as error:
-        print(f"bench_ttfa: {sentence(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_status("bench_ttfa", partial(_run, args))
 
 
 def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument(
-        "-c", "--concurrency", type=_positive_int, nargs="*", metavar="N", help="closed loops"
+        "-c", "--concurrency", type=positive_int, nargs="*", metavar="N", help="closed loops"
     )
     load.add_argument(
-        "--rate", type=_positive_float, nargs="*", default=[], metavar="R", help="open loops"
+        "--rate", type=positive_float, nargs="*", default=[], metavar="R", help="open loops"
     )
     load.add_argument(
-        "--paced", type=_positive_int, nargs="*", default=[], metavar="N", help="paced streams"
+        "--paced", type=positive_int, nargs="*", default=[], metavar="N", help="paced streams"
     )
     load.add_argument(
         "--keep-going", action="store_true", help="to more streams than those that stalled"
     )
     load.add_argument(
         "--references",
-        type=_length_s,
+        type=length_s,
         nargs="*",
         default=[],
         metavar="SECONDS",
@@ -110,7 +103,7 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--lengths",
-        type=_positive_int,
+        type=positive_int,
         nargs="*",
         default=[],
         metavar="CHARS",
@@ -118,36 +111,36 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument(
         "--seconds",
-        type=_positive_float,
+        type=positive_float,
         help="each level lasts so long (default: --turns)",
     )
     load.add_argument(
         "--paced-seconds",
-        type=_positive_float,
+        type=positive_float,
         default=_PACED_S,
         help="each paced level (default: 20)",
     )
-    load.add_argument("--turns", type=_positive_int, default=30, help="per level (default: 30)")
+    load.add_argument("--turns", type=positive_int, default=30, help="per level (default: 30)")
     load.add_argument(
         "--warmup",
-        type=_count,
+        type=count,
         default=2,
         help="turns of each session that are not measured (default: 2)",
     )
     load.add_argument("--texts", choices=KINDS, default="mixed", help="default: mixed")
     load.add_argument(
         "--chars",
-        type=_positive_int,
+        type=positive_int,
         metavar="N",
         help="of each text, about, at every level (default: as they come, 60 to 250)",
     )
     load.add_argument(
-        "--words-per-s", type=_positive_float, help="stream the text at this pace (default: whole)"
+        "--words-per-s", type=positive_float, help="stream the text at this pace (default: whole)"
     )
     load.add_argument("--voice", help="default: the server's")
     load.add_argument("--codec", choices=("opus", "pcm_s16le"), default="opus")
-    load.add_argument("--max-lead-ms", type=_positive_int, help="overrides what the loops ask for")
-    load.add_argument("--seed", type=_count, default=1, help="of texts, arrivals and sampling")
+    load.add_argument("--max-lead-ms", type=positive_int, help="overrides what the loops ask for")
+    load.add_argument("--seed", type=count, default=1, help="of texts, arrivals and sampling")
 
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,7 +152,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help="API key, with --url (default: PLOSIVE_API_KEY)",
     )
     server.add_argument(
-        "--server-pid", type=_positive_int, help="whose memory and CPU time to watch, with --url"
+        "--server-pid", type=positive_int, help="whose memory and CPU time to watch, with --url"
     )
     server.add_argument(
         "--serve",
@@ -280,32 +273,6 @@ def sessions_per_process(concurrency: int, num_cores: int) -> int:
 def _open_turns(args: argparse.Namespace, rate: float) -> int:
     """As many as arrive in the time that every level has."""
     return max(1, round(rate * args.seconds)) if args.seconds else int(args.turns)
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 0")
-    return int(text)
-
-
-def _positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of more than 0")
-    return value
-
-
-def _length_s(text: str) -> float:
-    return 0.0 if text == "0" else _positive_float(text)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ class CallTime:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench_ttfa.codec",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", default="embedded", help="a directory, embedded or random:...")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -3,16 +3,17 @@
 import argparse
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench_ttfa import report
+from bench_ttfa.command import exit_status, positive_float, positive_int
 from bench_ttfa.progress import Display
 from bench_ttfa.run import Config, Level, sweep, utc_stamp
 from bench_ttfa.worker import Connection
-from clients import AudioFormat, PlosiveError
-from clients.explain import sentence
-from clients.local_server import LocalServer, stopped_like_interrupted
+from clients import AudioFormat
+from clients.local_server import LocalServer
 from realtime.wire import PACKET_MS
 
 _DESCRIPTION = """\
@@ -38,26 +39,23 @@ def main(argv: list[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--streams", type=int, nargs="+", default=[16, 64], metavar="N")
-    parser.add_argument("--seconds", type=float, default=10.0, help="each level (default: 10)")
-    parser.add_argument("--step-ms", type=float, default=5.0, help="of the engine (default: 5)")
-    parser.add_argument("--host-ms", type=float, default=0.3, help="of it, Python (default: 0.3)")
-    parser.add_argument(
-        "--chunk-frames", type=int, default=4, help="that the engine gives at once (default: 4)"
+    option = parser.add_argument
+    option("--streams", type=positive_int, nargs="+", default=[16, 64], metavar="N")
+    option("--seconds", type=positive_float, default=10.0, help="each level (default: 10)")
+    option("--step-ms", type=positive_float, default=5.0, help="of the engine (default: 5)")
+    option("--host-ms", type=float, default=0.3, help="of it, Python (default: 0.3)")
+    option(
+        "--chunk-frames",
+        type=positive_int,
+        default=4,
+        help="that the engine gives at once (default: 4)",
     )
-    parser.add_argument("--codec", choices=("opus", "pcm_s16le"), default="opus")
-    parser.add_argument("--rate-hz", type=int, default=24_000, help="of the packets")
-    parser.add_argument("--out", type=Path, help="directory for a JSON file")
-    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], metavar="OPTION")
+    option("--codec", choices=("opus", "pcm_s16le"), default="opus")
+    option("--rate-hz", type=positive_int, default=24_000, help="of the packets")
+    option("--out", type=Path, help="directory for a JSON file")
+    option("--serve", nargs=argparse.REMAINDER, default=[], metavar="OPTION")
     args = parser.parse_args(argv)
-    try:
-        with stopped_like_interrupted():
-            return _run(args)
-    except (PlosiveError, OSError) as error:
-        print(f"bench_ttfa.host: {sentence(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return exit_status("bench_ttfa.host", partial(_run, args))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from bench_ttfa.gpu_timing import Call, Timing, copy_bandwidth, graph_us, num_co
 from ops import reference
 from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
 from ops.quantize import Kind, quantize_rows, quantize_weight
+from ops.reference_fp8 import ceil_div
 
 LINEARS = {
     "wqkv": (6144, 2560),
@@ -119,20 +120,23 @@ def torch_calls(op: str, copies: int, *, is_compiled: bool) -> Callable[[int], l
 
 
 def scaled_mm_calls(op: str, copies: int) -> Callable[[int], list[Call]]:
-    """torch's block-scaled product on rows that are quantised already (its MLP is not compared)."""
+    """torch's block-scaled product on rows that are quantised already (its MLP is not compared).
+
+    cuBLAS takes a multiple of four rows.
+    """
     weights = [quantize_weight(random_matrix(*LINEARS[op])) for _ in range(copies)]
     block = F.ScalingType
 
     def calls(num_rows: int) -> list[Call]:
-        x = quantize_rows(torch.randn(num_rows, LINEARS[op][1], device="cuda").bfloat16())
-        scale = x.scale[:, :num_rows].contiguous().t()
+        padded = ceil_div(num_rows, 4) * 4
+        x = quantize_rows(torch.randn(padded, LINEARS[op][1], device="cuda").bfloat16())
 
         def make(i: int) -> Call:
             data, weight_scale = weights[i]
             return lambda: F.scaled_mm(
                 x.data,
                 data.t(),
-                scale,
+                x.scale.t(),
                 block.BlockWise1x128,
                 weight_scale.t(),
                 block.BlockWise128x128,
@@ -193,7 +197,9 @@ def table(timings: Sequence[Timing], bandwidth: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench_ttfa.kernels", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m bench_ttfa.kernels", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
     parser.add_argument("--ops", default=",".join((*LINEARS, MLP, "layer")), help="which ops")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
