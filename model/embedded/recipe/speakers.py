@@ -28,8 +28,8 @@ ENGLISH = ("a", "b")
 #: Shares of the blends with one, two and three timbres, and of those that mix the sexes.
 NUM_TIMBRES = (0.2, 0.5, 0.3)
 MIXED_SEX = 0.1
-MAX_PITCH_SEMITONES = 1.5
-MAX_TRACT = 0.08
+MAX_PITCH_SEMITONES = 2.0
+MAX_TRACT = 0.1
 PLAIN_SHARE = 0.4
 
 Parts = tuple[tuple[str, float], ...]  # names of styles with weights that sum to 1
