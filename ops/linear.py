@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops import nvrtc, reference, reference_fp8
-from ops.linear_plans import Plan, plan_for
+from ops.linear_plans import Plan, WidePlan, plan_for
 from ops.packing import PackedWeight as PackedWeight
 from ops.packing import pack_bf16 as pack_bf16
 from ops.packing import pack_fp8 as pack_fp8
@@ -106,9 +106,12 @@ def launch(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    plan: Plan | None = None,
+    plan: Plan | WidePlan | None = None,
 ) -> None:
     """Enqueue the kernel, with the plan for this shape unless another is given."""
+    if isinstance(plan, WidePlan):
+        _launch_wide(x, weight, out, plan, bias, residual)
+        return
     has_norm = isinstance(x, PendingNorm)
     shape = (x.shape[0], weight.out_features, weight.in_features)
     variant = _variant(weight.kind, weight.is_gate_up, shape, weight.tiling, has_norm, plan)
@@ -130,6 +133,38 @@ def launch(
         ],
         shared_bytes=variant.shared_bytes,
         cluster=(variant.cluster, 1, 1),
+    )
+
+
+def _launch_wide(
+    x: Input,
+    weight: PackedWeight,
+    out: Activation,
+    plan: WidePlan,
+    bias: Tensor | None,
+    residual: Tensor | None,
+) -> None:
+    is_fp8, is_gate_up = weight.kind == "bsfp8", weight.is_gate_up
+    row_tiles, k_tiles = weight.tiling
+    if isinstance(x, PendingNorm):
+        x = x.run()
+    cluster = plan.cluster(is_gate_up, is_fp8)
+    values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
+    kernel = nvrtc.kernel("linear_wide.cu", "linear_wide", defines=plan.defines(is_fp8, is_gate_up))
+    kernel.launch(
+        (plan.num_ctas(row_tiles, cluster), ceil_div(x.shape[0], plan.rows)),
+        (plan.threads,),
+        [
+            _tensor_map(values.data_ptr(), *values.shape, values.element_size(), plan.rows),
+            weight.data,
+            weight.tile_scale,
+            scale,
+            _output(out, bias, residual),
+            ctypes.c_int32(row_tiles),
+            ctypes.c_int32(k_tiles),
+        ],
+        shared_bytes=plan.shared_bytes(is_fp8, is_gate_up, k_tiles),
+        cluster=(cluster, 1, 1),
     )
 
 

@@ -75,6 +75,77 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class WidePlan:
+    """One variant of `csrc/linear_wide.cu`.
+
+    Attributes:
+        width: rows of the weight that a warpgroup multiplies.
+        row_groups: warpgroups along the rows of x, 64 each.
+        col_groups: warpgroups along the rows of the weight.
+        stages: K tiles in flight per CTA.
+        split: CTAs that share a tile's K.
+        groups: of 128 features that a cluster quantises.
+        parts: of `width` that are multiplied one after the other.
+        blocks_per_sm: CTAs an SM must have registers for.
+    """
+
+    width: int
+    row_groups: int
+    col_groups: int
+    stages: int
+    split: int = 1
+    groups: int = 1
+    parts: int = 1
+    blocks_per_sm: int = 1
+    late: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of x that a CTA takes."""
+        return 64 * self.row_groups
+
+    @property
+    def features(self) -> int:
+        """Rows of the weight that a CTA takes."""
+        return self.width * self.col_groups
+
+    def defines(self, is_fp8: bool, is_gate_up: bool) -> dict[str, int | str]:
+        return {
+            "IS_FP8": int(is_fp8),
+            "GATE_UP": int(is_gate_up),
+            "WIDTH": self.width,
+            "ROW_GROUPS": self.row_groups,
+            "COL_GROUPS": self.col_groups,
+            "STAGES": self.stages,
+            "SPLIT": self.split,
+            "GROUPS": self.groups,
+            "PARTS": self.parts,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "LATE": self.late,
+        }
+
+    @property
+    def threads(self) -> int:
+        return 128 * self.row_groups * self.col_groups + 32
+
+    def cluster(self, is_gate_up: bool, is_fp8: bool) -> int:
+        """CTAs of a cluster: the parts of K, or the CTAs that quantise features together."""
+        return 256 * self.groups // self.features if is_gate_up and is_fp8 else self.split
+
+    def num_ctas(self, row_tiles: int, cluster: int) -> int:
+        """Along the weight; whole clusters."""
+        tiles = ceil_div(row_tiles * ROWS_PER_TILE, self.features)
+        return ceil_div(tiles * self.split, cluster) * cluster
+
+    def shared_bytes(self, is_fp8: bool, is_gate_up: bool, num_blocks: int) -> int:
+        """Dynamic shared memory, as the kernel lays it out."""
+        stage = 128 * (self.features + self.rows) + 16 + is_fp8 * 4 * self.rows
+        maxima = self.groups * self.rows if is_gate_up and is_fp8 else 0
+        unit_scales = ceil_div(num_blocks, self.split) * self.features // 8
+        return self.stages * stage + 4 * (maxima + is_fp8 * unit_scales)
+
+
 # By (N, K) of S2 Pro's layers, then by the most rows: what made a whole layer fastest on an H200.
 _MEASURED: dict[tuple[int, int], dict[int, Plan]] = {
     (6144, 2560): {
