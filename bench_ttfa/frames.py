@@ -91,8 +91,8 @@ def prepare(model: DualAR, batches: Sequence[int], context: int) -> Subject:
     """Graphs of the batch sizes, over a cache full of noise."""
     num_slots, max_len = max(batches), context + RUN_FRAMES
     cache = model.new_cache(num_slots, max_len)
-    for layer in cache.kv:
-        layer.normal_()
+    for layer in cache.kv.unbind(0):
+        layer[:] = torch.randn(layer.shape, device=model.device, dtype=model.dtype)
     runner = FrameRunner(model, cache, num_slots, batches)
     runner.capture(iter)
     return Subject(model, cache, runner)

@@ -1,8 +1,8 @@
 """Times of attention, RoPE append, samplers, embedding at the shapes of S2 Pro, on one CUDA device.
 
-    python -m bench_ttfa.kernels_attention [--json FILE]
+    python -m bench_ttfa.kernels_attention [--kv bf16|fp8] [--json FILE]
 
-Measured as in `bench_ttfa.kernels`: the median of replays of a graph of many calls, keys and values
+With `--kv fp8` only what reads or writes keys and values is measured. Measured as in `bench_ttfa.kernels`: the median of replays of a graph of many calls, keys and values
 cold (rotating copies of a layer's pages beyond twice the L2), activations warm. GB/s counts the keys
 and values read, once. Calls follow each other at once, so the start of one overlaps the end of the
 one before, as in a frame.
@@ -24,9 +24,11 @@ from torch import Tensor
 
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies, rotated
 from bench_ttfa.system import describe_machine, describe_software
+from model.kv_cache import KvFormat
 from ops import attention, reference, sampling
 from ops.attention_plans import Plan, plan_for
 from ops.embedding import embed_rows
+from ops.fp8_rows import Fp8Rows, KvRows
 from ops.sampling import Carried, Draws, Head
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE, DIM = 32, 8, 128, 32, 2560
@@ -35,18 +37,25 @@ MAX_LEN = 8192
 EPS = 1e-6
 # Rows x positions that each has read.
 CONTEXTS = ((1, 512), (1, 2048), (4, 600), (16, 600), (32, 600), (64, 600), (128, 600))
+SPANS = ((16, 600), (64, 600), (128, 600), (128, 2000))  # rows x positions
 ROWS = (1, 16, 64, 128)
 
 
 class Layers:
     """Copies of one layer's pages, and rows over them."""
 
-    def __init__(self, lengths: Sequence[int], max_len: int = MAX_LEN) -> None:
+    def __init__(
+        self, lengths: Sequence[int], kv_format: KvFormat = "bf16", max_len: int = MAX_LEN
+    ) -> None:
         needed = [-(-length // PAGE) for length in lengths]
         num_pages = sum(needed) + 1
-        self.read_bytes = sum(lengths) * 4 * NUM_KV_HEADS * HEAD_DIM
+        row_bytes = HEAD_DIM + 2 if kv_format == "fp8" else 2 * HEAD_DIM
+        self.read_bytes = sum(lengths) * 2 * NUM_KV_HEADS * row_bytes
         shape = (num_pages, 2, NUM_KV_HEADS, PAGE, HEAD_DIM)
-        self.pages = [normal(*shape) for _ in range(num_copies(self.read_bytes))]
+        self.pages: list[KvRows] = [
+            Fp8Rows.of(normal(*shape)) if kv_format == "fp8" else normal(*shape)
+            for _ in range(num_copies(self.read_bytes))
+        ]
         self.page_table = torch.zeros(
             len(lengths) + 1, max_len // PAGE, dtype=torch.int32, device="cuda"
         )
@@ -61,13 +70,14 @@ class Layers:
         self.qk_norm = normal(NUM_HEADS + NUM_KV_HEADS, HEAD_DIM)
         self.qkv = normal(len(lengths), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
 
-    def where(self, copy: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def where(self, copy: int) -> tuple[KvRows, Tensor, Tensor, Tensor]:
         return self.pages[copy], self.page_table, self.slots, self.positions
 
     def append_us(self) -> float:
         def make(copy: int) -> Call:
             rotary = (self.qk_norm, EPS, self.rope)
-            return lambda: attention.rope_append(self.qkv, *rotary, *self.where(copy))
+            pages, *where = self.where(copy)
+            return lambda: attention.rope_append(self.qkv, *rotary, pages, *where)
 
         return graph_us(rotated(make, len(self.pages)))
 
@@ -95,6 +105,19 @@ class Layers:
 
         return graph_us(rotated(make, len(self.pages)))
 
+    def span_us(self, num_rows: int) -> float:
+        """`paged_attention` of the last rows of the first slot."""
+        q = normal(num_rows, NUM_HEADS, HEAD_DIM)
+        last = int(self.positions[0])
+        positions = torch.arange(last + 1 - num_rows, last + 1, device="cuda")
+        slots = self.slots[:1].expand(num_rows).contiguous()
+
+        def make(copy: int) -> Call:
+            where = (self.pages[copy], self.page_table, slots, positions)
+            return lambda: attention.paged_attention(q, *where, "bsfp8", is_span=True)
+
+        return graph_us(rotated(make, len(self.pages)))
+
     def _plan(self) -> Plan:
         max_pages = self.page_table.shape[1]
         return plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE)
@@ -118,26 +141,38 @@ def torch_attention_us(num_rows: int, length: int) -> float:
     return graph_us(rotated(make, copies))
 
 
-def attention_timings() -> Iterable[Timing]:
+def attention_timings(kv_format: KvFormat) -> Iterable[Timing]:
     for num_rows, length in CONTEXTS:
-        layers = Layers([length] * num_rows)
-        for variant, us in (
-            ("paged_attention", layers.attention_us()),
-            ("decode_attention", layers.decode_us()),
-            ("rope_append", layers.append_us()),
-            ("torch sdpa, contiguous", torch_attention_us(num_rows, length)),
-        ):
-            label = f"attention, {length} positions"
+        layers = Layers([length] * num_rows, kv_format)
+        variants = {
+            "paged_attention": layers.attention_us(),
+            "decode_attention": layers.decode_us(),
+            "rope_append": layers.append_us(),
+        }
+        if kv_format == "bf16":
+            variants["torch sdpa, contiguous"] = torch_attention_us(num_rows, length)
+        for variant, us in variants.items():
+            label = f"attention, {kv_format}, {length} positions"
             yield Timing(label, variant, num_rows, us, layers.read_bytes / us / 1000)
-    yield mixed_timing()
+    yield mixed_timing(kv_format)
+    yield from span_timings(kv_format)
 
 
-def mixed_timing(plan: Plan | None = None) -> Timing:
+def span_timings(kv_format: KvFormat) -> Iterable[Timing]:
+    """The last rows of one slot's prompt, as a prefill chunk reads them."""
+    for num_rows, length in SPANS:
+        layers = Layers([length], kv_format)
+        us = layers.span_us(num_rows)
+        label = f"span of a prompt, {kv_format}, {length} positions"
+        yield Timing(label, "paged_attention", num_rows, us, layers.read_bytes / us / 1000)
+
+
+def mixed_timing(kv_format: KvFormat, plan: Plan | None = None) -> Timing:
     """64 rows of 32 to 4096 positions, as many of each magnitude."""
     lengths = [int(2 ** (5 + 7 * i / 63)) for i in range(64)]
-    layers = Layers(lengths)
+    layers = Layers(lengths, kv_format)
     us = layers.decode_us(plan)
-    label = f"attention, 32..4096 positions, {sum(lengths)} in all"
+    label = f"attention, {kv_format}, 32..4096 positions, {sum(lengths)} in all"
     return Timing(label, "decode_attention", 64, us, layers.read_bytes / us / 1000)
 
 
@@ -215,10 +250,11 @@ def small_timings() -> Iterable[Timing]:
             yield Timing("sampling", name, num_rows, graph_us([call] * 24), 0)
 
 
-def measure() -> Iterable[Timing]:
+def measure(kv_format: KvFormat) -> Iterable[Timing]:
     """All timings, in the order of the table."""
-    yield from attention_timings()
-    yield from small_timings()
+    yield from attention_timings(kv_format)
+    if kv_format == "bf16":
+        yield from small_timings()
 
 
 def line(timing: Timing) -> str:
@@ -228,8 +264,9 @@ def line(timing: Timing) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="bench_ttfa.kernels_attention", description=__doc__.split("\n")[0]
+        prog="python -m bench_ttfa.kernels_attention", description=__doc__.split("\n")[0]
     )
+    parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -237,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"{'op':46} {'variant':23} rows       us   GB/s")
     timings = []
-    for timing in measure():
+    for timing in measure(options.kv):
         timings.append(timing)
         print(line(timing), flush=True)
     if options.json:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from model.config import DualARConfig
 from model.frame_state import Frame, FrameState
-from model.kv_cache import FrameCache, KVCache, attend_sequence
+from model.kv_cache import FrameCache, KVCache, KvFormat, attend_sequence
 from model.layers import Block, Stack, pack, parameter
 from model.sampling import FrameSampler, Sampling
 from ops import reference
@@ -193,6 +193,7 @@ class DualAR(nn.Module):
         page_size: int | None = None,
         num_pages: int | None = None,
         has_history: bool = False,
+        kv_format: KvFormat = "bf16",
     ) -> KVCache:
         """A KV cache of this model's shape, device and dtype."""
         return KVCache(
@@ -204,6 +205,7 @@ class DualAR(nn.Module):
             page_size=page_size,
             num_pages=num_pages,
             has_history=has_history,
+            kv_format=kv_format,
         )
 
     def new_frame_state(self, num_slots: int) -> FrameState:

@@ -11,6 +11,7 @@ Slots are independent memory: one thread may write a slot while another writes a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from torch import Tensor
 from model.config import DualARConfig, StackConfig
 from model.pages import PageTable
 from ops import reference
+from ops.fp8_rows import Fp8Rows, KvRows, dequantized
 
 # (layer index, q [R, H, D], kv [R, 2, H_kv, D]) -> [R, H, D]
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
+KvFormat = Literal["bf16", "fp8"]  # "bf16": the model's dtype, fp32 on a CPU
 CUDA_PAGE = 32  # positions; kernels know it
 
 
@@ -30,10 +33,18 @@ def default_page_size(device: torch.device, max_len: int) -> int:
     return CUDA_PAGE if device.type == "cuda" else max_len
 
 
+def position_bytes(config: DualARConfig, dtype: torch.dtype, kv_format: KvFormat) -> int:
+    """Keys and values of a position, in all layers."""
+    slow = config.slow
+    row = slow.head_dim + 2 if kv_format == "fp8" else slow.head_dim * dtype.itemsize
+    return 2 * slow.num_layers * slow.num_kv_heads * row
+
+
 class KVCache:
     """Keys and values of the slow AR for all slots, in pages of `page_size` positions.
 
-    State schema: `kv` [L, P, 2, H_kv, PAGE, D], index 2 selects keys (0) or values (1);
+    State schema: `kv` [L, P, 2, H_kv, PAGE, D], index 2 selects keys (0) or values (1), in the
+    model's dtype or, with format "fp8", as `Fp8Rows`;
     `page_table` i32 [num_slots + 1, max_pages]: position p of a slot is in page
     page_table[slot, p // PAGE] at p % PAGE. Page 0 belongs to nobody and is the table's value where
     a slot has no page; the last row of the table, the dummy slot, never has one.
@@ -46,7 +57,7 @@ class KVCache:
     may be NaN) that nothing reads and the next write replaces, so rolling back needs no call.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - sizes of one piece of memory
         self,
         config: DualARConfig,
         num_slots: int,
@@ -57,6 +68,7 @@ class KVCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         has_history: bool = False,
+        kv_format: KvFormat = "bf16",
     ) -> None:
         """Without `num_pages` every slot has pages for `max_len` positions, for ever; with it no
         slot has any until `assign`."""
@@ -67,9 +79,14 @@ class KVCache:
         self.page_size = page_size or default_page_size(device, max_len)
         self.max_pages = self.num_pages_of(max_len)
         self.num_pages = num_pages or 1 + num_slots * self.max_pages
-        shape = (slow.num_layers, self.num_pages, 2, slow.num_kv_heads)
+        shape = (slow.num_layers, self.num_pages, 2, slow.num_kv_heads, self.page_size)
+        self._dtype = dtype
         # Not zeroed: on the CPU memory that is never written is never taken from the system.
-        self.kv = torch.empty(*shape, self.page_size, slow.head_dim, device=device, dtype=dtype)
+        self.kv: KvRows
+        if kv_format == "fp8":
+            self.kv = Fp8Rows.empty(*shape, slow.head_dim, device=device)
+        else:
+            self.kv = torch.empty(*shape, slow.head_dim, device=device, dtype=dtype)
         self.history: Tensor | None = None
         if has_history:
             rows = (num_slots + 1, max_len, 1 + config.num_codebooks)
@@ -100,7 +117,12 @@ class KVCache:
     def copy_page(self, source: int, target: int, num_positions: int) -> None:
         """Copy the first positions of a page."""
         assert 0 < num_positions <= self.page_size, (num_positions, self.page_size)
-        self.kv[:, target, :, :, :num_positions].copy_(self.kv[:, source, :, :, :num_positions])
+        for part in self._parts():
+            part[:, target, :, :, :num_positions].copy_(part[:, source, :, :, :num_positions])
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """The tensors of `kv`; pages are their second dimension."""
+        return (self.kv.data, self.kv.scale) if isinstance(self.kv, Fp8Rows) else (self.kv,)
 
     def remember(self, slot: int, start: int, rows: Tensor) -> None:
         """Rows i32 [1+K, T] are what positions from `start` on are made from."""
@@ -117,9 +139,10 @@ class KVCache:
         return self.history[slot, start:stop].t().contiguous()
 
     def read(self, slot: int, length: int) -> Tensor:
-        """Positions 0..length-1 of a slot, copied: [L, 2, H_kv, length, D]."""
+        """Positions 0..length-1 of a slot, copied: [L, 2, H_kv, length, D] in the model's dtype."""
         table = self.page_table[slot : slot + 1, : self.num_pages_of(length)]
-        return torch.cat([_gather(pages, table) for pages in self.kv])[:, :, :, :length].clone()
+        layers = [self._gather(pages, table) for pages in self.kv.unbind(0)]
+        return torch.cat(layers)[:, :, :, :length].clone()
 
     def span(self, slot: int, start: int, num_positions: int) -> Attend:
         """Prefill: consecutive positions of one slot, each reading all before it."""
@@ -133,8 +156,9 @@ class KVCache:
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             memory = layers[layer]
-            memory[:, :, start:].copy_(kv.permute(1, 2, 0, 3))
-            return reference.causal_attention(q, memory[0], memory[1])
+            memory[:, :, start:] = kv.permute(1, 2, 0, 3)
+            k, v = dequantized(memory, self._dtype).unbind(0)
+            return reference.causal_attention(q, k, v)
 
         return attend
 
@@ -146,7 +170,7 @@ class KVCache:
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             memory = self.kv[layer]
             memory[pages, :, :, offsets] = kv
-            k, v = _gather(memory, table)[0, :, :, :stop].unbind(0)
+            k, v = self._gather(memory, table)[0, :, :, :stop].unbind(0)
             return reference.causal_attention(q, k, v)
 
         return attend
@@ -172,7 +196,7 @@ class KVCache:
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             memory = self.kv[layer]
             memory[pages, :, :, offsets] = kv
-            read = _gather(memory, tables)
+            read = self._gather(memory, tables)
             # A mask alone does not do: 0 times a NaN that lies behind is NaN.
             k, v = torch.where(is_valid[:, None, None, :, None], read, 0).unbind(1)
             return reference.grouped_attention(q, k, v, is_valid)
@@ -195,8 +219,8 @@ class KVCache:
                 zip(q.chunk(num_rows), kv.unbind(0), strict=True)
             ):
                 memory = rows[row][layer]
-                memory[:, :, -1].copy_(kv_row)
-                k, v = memory.unsqueeze(1).unbind(0)
+                memory[:, :, -1] = kv_row
+                k, v = dequantized(memory, self._dtype).unsqueeze(1).unbind(0)
                 outputs.append(reference.grouped_attention(q_row, k, v))
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -212,20 +236,19 @@ class KVCache:
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             memory, outputs = self.kv[layer], []
             for row, table in enumerate(tables):
-                memory[table[0, -1], :, :, offsets[row]].copy_(kv[row])
-                read = _gather(memory, table)[:, :, :, : positions[row] + 1]
+                memory[table[0, -1], :, :, offsets[row]] = kv[row]
+                read = self._gather(memory, table)[:, :, :, : positions[row] + 1]
                 k, v = read.unbind(1)
                 outputs.append(reference.grouped_attention(q[row : row + 1], k, v))
             return torch.cat(outputs)
 
         return attend
 
-
-def _gather(memory: Tensor, tables: Tensor) -> Tensor:
-    """Whole pages of one layer [P, 2, H_kv, PAGE, D] in the order of tables [B, n], copied:
-    [B, 2, H_kv, n * PAGE, D]."""
-    pages = memory.index_select(0, tables.flatten()).view(*tables.shape, *memory.shape[1:])
-    return pages.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+    def _gather(self, memory: KvRows, tables: Tensor) -> Tensor:
+        """Whole pages of one layer [P, 2, H_kv, PAGE, D] in the order of tables [B, n], copied:
+        [B, 2, H_kv, n * PAGE, D]."""
+        pages = dequantized(memory[tables.long()], self._dtype)
+        return pages.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
 
 
 class FrameCache:

@@ -1,7 +1,8 @@
 """Attention of rows over paged memory, and the fast AR's attention inside a frame.
 
 A row is one position of one slot. On CUDA these are kernels of `ops/csrc` (bf16, D 64 or 128, up to
-eight query heads per key/value head); elsewhere the definitions in `ops/reference_paged.py`.
+eight query heads per key/value head); elsewhere the definitions in `ops/reference_paged.py`. Pages
+hold bf16 or `Fp8Rows`; the new position of a row is read as it is written.
 
 A launch's shape depends on the number of rows and on `max_pages` alone (`plan_for`), so it can be
 captured; within it, a row is shared by as many warps as its own length asks for. So a row's bits
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from ops import nvrtc, reference_paged
 from ops.attention_plans import Plan, SpanPlan, plan_for, span_plan_for
+from ops.fp8_rows import Fp8Rows, KvRows
 from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
 
 _MAX_GROUP = 8  # query heads per key/value head: columns of an mma
@@ -32,7 +34,7 @@ def rope_append(
     qk_norm: Tensor | None,
     eps: float,
     rope: Tensor,
-    pages: Tensor,
+    pages: KvRows,
     page_table: Tensor,
     slots: Tensor,
     positions: Tensor,
@@ -59,16 +61,18 @@ def rope_append(
     num_rows, num_all, head_dim = qkv.shape
     num_heads = num_all - 2 * num_kv_heads
     _check_heads(num_heads, num_kv_heads, head_dim)
-    _check_tensors(qkv, qk_norm, pages)
+    _check_tensors(qkv, qk_norm)
     q = qkv.new_empty(num_rows, num_heads, head_dim)
     heads_per_block = _THREADS * 8 // head_dim
     nvrtc.kernel(
-        "rope_append.cu", "rope_append", defines={"HEAD_DIM": head_dim, "PAGE": pages.shape[3]}
+        "rope_append.cu",
+        "rope_append",
+        defines={"HEAD_DIM": head_dim, "PAGE": pages.shape[3], "IS_FP8": _is_fp8(pages)},
     ).launch(
         (-(-num_all // heads_per_block), num_rows),
         (_THREADS,),
         [
-            *(qkv, qk_norm, rope, pages, page_table, slots, positions, q),
+            *(qkv, qk_norm, rope, *_memory(pages), page_table, slots, positions, q),
             *(ctypes.c_float(eps), *_ints(num_heads, num_kv_heads, page_table.shape[1])),
         ],
     )
@@ -77,7 +81,7 @@ def rope_append(
 
 def paged_attention(
     q: Tensor,
-    pages: Tensor,
+    pages: KvRows,
     page_table: Tensor,
     slots: Tensor,
     positions: Tensor,
@@ -109,7 +113,7 @@ def decode_attention(  # noqa: PLR0913 - one launch
     qk_norm: Tensor | None,
     eps: float,
     rope: Tensor,
-    pages: Tensor,
+    pages: KvRows,
     page_table: Tensor,
     slots: Tensor,
     positions: Tensor,
@@ -140,7 +144,7 @@ def decode_attention(  # noqa: PLR0913 - one launch
 def launch_paged(
     heads: Tensor,
     rotary: tuple[Tensor | None, Tensor, float] | None,
-    where: tuple[Tensor, Tensor, Tensor, Tensor],
+    where: tuple[KvRows, Tensor, Tensor, Tensor],
     kind: Kind,
     plan: Plan,
     *,
@@ -159,7 +163,7 @@ def launch_paged(
     if rotary is not None:
         num_heads -= 2 * num_kv_heads
     _check_heads(num_heads, num_kv_heads, head_dim)
-    _check_tensors(heads, qk_norm, pages)
+    _check_tensors(heads, qk_norm)
     assert page_size % 16 == 0, page_size
     out = _Output(heads, num_rows, num_heads * head_dim, kind)
     nvrtc.kernel(
@@ -174,12 +178,13 @@ def launch_paged(
             "BUFFERS": plan.buffers,
             "IS_FUSED": int(rotary is not None),
             "IS_CHAINED": int(is_chained),
+            "IS_FP8": _is_fp8(pages),
         },
     ).launch(
         (plan.splits, num_kv_heads, num_rows),
         (32 * plan.warps,),
         [
-            *(heads, qk_norm, rope, pages, page_table, slots, positions, *out.arguments),
+            *(heads, qk_norm, rope, *_memory(pages), page_table, slots, positions, *out.arguments),
             *(ctypes.c_float(eps), _scale(head_dim)),
             *_ints(page_table.shape[1], plan.min_tiles, plan.depth),
         ],
@@ -189,14 +194,14 @@ def launch_paged(
 
 
 def launch_span(
-    q: Tensor, where: tuple[Tensor, Tensor, Tensor, Tensor], kind: Kind, plan: SpanPlan
+    q: Tensor, where: tuple[KvRows, Tensor, Tensor, Tensor], kind: Kind, plan: SpanPlan
 ) -> Activation:
     """`paged_attention` of a span by a plan of one's own. Launched as `launch_paged` is."""
     pages, page_table, slots, positions = where
     num_kv_heads, page_size = pages.shape[2:4]
     num_rows, num_heads, head_dim = q.shape
     _check_heads(num_heads, num_kv_heads, head_dim)
-    _check_tensors(q, None, pages)
+    _check_tensors(q)
     assert page_size % 16 == 0, page_size
     group = num_heads // num_kv_heads
     rows_per_cta = plan.batches * (_MAX_GROUP // group)
@@ -210,16 +215,17 @@ def launch_span(
             "PAGE": page_size,
             "WARPS": plan.warps,
             "BATCHES": plan.batches,
+            "IS_FP8": _is_fp8(pages),
         },
     ).launch(
         (plan.splits, num_kv_heads, -(-num_rows // rows_per_cta)),
         (32 * plan.warps,),
         [
-            *(q, pages, page_table, slots, positions, *out.arguments),
+            *(q, *_memory(pages), page_table, slots, positions, *out.arguments),
             _scale(head_dim),
             *_ints(page_table.shape[1], num_rows, plan.min_tiles, plan.depth),
         ],
-        shared_bytes=_meeting_bytes(plan.warps, plan.batches * _MAX_GROUP, head_dim),
+        shared_bytes=_span_bytes(plan, group, head_dim, is_fp8=bool(_is_fp8(pages))),
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()
@@ -282,12 +288,18 @@ def frame_attention(  # noqa: PLR0913 - one launch
     return out.finish()
 
 
-def _meeting_bytes(warps: int, queries: int, head_dim: int) -> int:
-    """Shared memory in which the partial results of a cluster meet: `Exchange` of paged.cuh."""
+def _span_bytes(plan: SpanPlan, group: int, head_dim: int, *, is_fp8: bool) -> int:
+    """Shared memory of attention_span.cu: where the partial results of a cluster meet (`Exchange` of
+    paged.cuh), then the queries."""
+    queries = plan.batches * _MAX_GROUP
     most = max(
-        active * warps * -(-queries // active) for active in range(1, 9) if active * warps <= 32
+        active * plan.warps * -(-queries // active)
+        for active in range(1, 9)
+        if active * plan.warps <= 32
     )
-    return most * (head_dim + 2) * 4
+    num_queries = plan.batches * (_MAX_GROUP // group) * group
+    stride = head_dim + (8 if is_fp8 else 32)  # `QUERY_STRIDE` of tile.cuh
+    return most * (head_dim + 2) * 4 + num_queries * stride * 2
 
 
 class _Output:
@@ -318,13 +330,28 @@ def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     assert num_heads // num_kv_heads <= _MAX_GROUP, (num_heads, num_kv_heads)
 
 
-def _check_tensors(heads: Tensor, qk_norm: Tensor | None, memory: Tensor) -> None:
-    for tensor in (heads, memory, *(() if qk_norm is None else (qk_norm,))):
+def _check_tensors(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is None:
+            continue
         assert tensor.dtype == torch.bfloat16 and tensor.is_contiguous(), (
             tensor.dtype,
             tensor.shape,
             tensor.stride(),
         )
+
+
+def _is_fp8(pages: KvRows) -> int:
+    return int(isinstance(pages, Fp8Rows))
+
+
+def _memory(pages: KvRows) -> tuple[Tensor, Tensor | None]:
+    """Rows and scales, as the kernels take them."""
+    if isinstance(pages, Tensor):
+        _check_tensors(pages)
+        return pages, None
+    assert pages.data.is_contiguous() and pages.scale.is_contiguous(), pages.data.stride()
+    return pages.data, pages.scale
 
 
 def _as_kind(out: Tensor, kind: Kind) -> Activation:

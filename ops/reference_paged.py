@@ -1,8 +1,9 @@
 """Plain PyTorch definitions of attention over paged memory and over the fast AR's short memory.
 
 Rows: one row is one position of one slot. `pages` of a layer: [P, 2, H_kv, PAGE, D], keys, then
-values; position p of a slot lies in page `page_table[slot, p // PAGE]` at p % PAGE. What lies behind
-a row's own position is never read, whatever it holds.
+values, in the rows' dtype or as `Fp8Rows`; position p of a slot lies in page
+`page_table[slot, p // PAGE]` at p % PAGE. What lies behind a row's own position is never read,
+whatever it holds.
 
 On the CPU each row is read up to its own length, so its bits do not depend on the other rows.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ops import reference
+from ops.fp8_rows import KvRows, dequantized
 
 
 def rotate_heads(
@@ -37,7 +39,7 @@ def rotate_heads(
     return q.contiguous(), torch.stack([k, qkv[:, -num_kv_heads:]], dim=1)
 
 
-def append(kv: Tensor, pages: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor) -> None:
+def append(kv: Tensor, pages: KvRows, page_table: Tensor, slots: Tensor, positions: Tensor) -> None:
     """Write keys and values [M, 2, H_kv, D] of rows into their pages."""
     page_size = pages.shape[3]
     page = page_table[slots, positions // page_size].long()
@@ -45,7 +47,7 @@ def append(kv: Tensor, pages: Tensor, page_table: Tensor, slots: Tensor, positio
 
 
 def paged_attention(
-    q: Tensor, pages: Tensor, page_table: Tensor, slots: Tensor, positions: Tensor
+    q: Tensor, pages: KvRows, page_table: Tensor, slots: Tensor, positions: Tensor
 ) -> Tensor:
     """Row m reads positions 0..positions[m] of slots[m]: [M, H, D] -> [M, H, D].
 
@@ -55,7 +57,8 @@ def paged_attention(
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         length = position + 1
         used = page_table[slot, : -(-length // page_size)].long()
-        kv = pages[used].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        read = dequantized(pages[used], q.dtype)
+        kv = read.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
         k, v = kv.unsqueeze(1).unbind(0)
         outputs.append(reference.grouped_attention(q[row : row + 1], k, v))
     return torch.cat(outputs)

@@ -46,6 +46,7 @@ _MAX_SLOTS = 1_000_000  # a table of more takes seconds and gigabytes by itself
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or several with commas between: one engine for each'
 _PROCESSES = ("auto", "yes", "no")
 _FORMATS = ("auto", "bf16", "bsfp8", "eager")
+_KV_FORMATS = ("bf16", "fp8")
 
 
 def is_device(name: str) -> bool:
@@ -81,6 +82,11 @@ class ServerConfig:
     )
     max_context: int = _model(
         4096, "positions of a session: voice, prompt, dialogue, text and speech (a frame is one)"
+    )
+    kv_format: str = _model(
+        "bf16",
+        'keys and values of contexts and voices: "bf16", or "fp8", 8 bits with a scale for each row '
+        "of a head: twice the contexts in the same memory, read in half the time",
     )
     kv_fraction: float = _model(
         0.8, "share of the GPU memory left beside the weights that contexts and voices may fill"
@@ -141,6 +147,7 @@ class ServerConfig:
         for name in ("max_context", "max_voices", "max_clip_bytes", "high_water_ms"):
             self._check(name, getattr(self, name) >= 1, "at least 1")
         self._check("format", self.format in _FORMATS, "one of " + ", ".join(_FORMATS))
+        self._check("kv_format", self.kv_format in _KV_FORMATS, "one of " + ", ".join(_KV_FORMATS))
         self._check("kv_fraction", 0 < self.kv_fraction <= 1, "more than 0, at most 1")
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
         self._check("device", is_device(self.device), DEVICES)

@@ -2,14 +2,20 @@
 // values once for the queries of several rows. A cluster of CTAs of WARPS warps shares the positions of
 // SPAN rows and one key/value head, and merges as in attention.cu.
 //   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS,
-//   BATCHES of eight columns (an mma's) per warp.
+//   BATCHES of eight columns (an mma's) per warp, IS_FP8: keys and values in 8 bits.
 #include "paged.cuh"
 
 constexpr int D = HEAD_DIM;
 constexpr int ROWS = COLUMNS / GROUP;  // of a batch
 constexpr int SPAN = BATCHES * ROWS, QUERIES = BATCHES * COLUMNS;
 static_assert(SPAN <= 32);
+using Tile = KvTile<D>;
 using Meeting = Exchange<D, QUERIES>;
+
+struct Shared {
+  Meeting::Storage storage;
+  bf16 queries[SPAN * GROUP][Tile::QUERY_STRIDE];  // of heads, row by row
+};
 
 // Column c of batch b is head c % GROUP of row b * ROWS + c / GROUP; columns past the last repeat it.
 DEVICE int row_of(int batch, int column) { return batch * ROWS + min(column / GROUP, ROWS - 1); }
@@ -30,16 +36,14 @@ struct Rows {
 };
 
 // Attention of rows begin..end-1 over what this warp reads of their slot, into the meeting place.
-//   heads: queries [M, H, D] from the CTA's first row and the group's first head on; num_left rows.
-DEVICE void attend_run(const bf16* heads, int row_stride, int num_left, const Rows& rows, int begin,
-                       int end, Walk<D> walk, const Meeting& meeting, float scale_log2, int depth) {
+DEVICE void attend_run(const Shared& shared, const Rows& rows, int begin, int end, Walk<Tile> walk,
+                       const Meeting& meeting, float scale_log2, int depth) {
   const int lane = walk.lane, last_position = rows.last_position(begin, end, lane);
   int last_of[BATCHES][2];  // of this lane's columns; before every tile where they are of other rows
-  Accumulator<D> acc[BATCHES];
+  Accumulator<Tile> acc[BATCHES];
 #pragma unroll
   for (int batch = 0; batch < BATCHES; batch++) {
-    const int query_row = min(row_of(batch, lane / 4), num_left - 1);
-    acc[batch].init(heads + query_row * row_stride + lane / 4 % GROUP * D, 1, 0, lane);
+    acc[batch].init(shared.queries[row_of(batch, lane / 4) * GROUP + lane / 4 % GROUP]);
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = row_of(batch, lane % 4 * 2 + i);
@@ -48,12 +52,12 @@ DEVICE void attend_run(const bf16* heads, int row_stride, int num_left, const Ro
     }
   }
   const int num_tiles = last_position / TILE + 1;
-  Tile<D> tile;
+  Tile tile;
   if (walk.first < num_tiles) {
     walk.take_pages(0);
-    const bf16* keys = walk.keys_at(0);
-    tile.load_keys(keys, last_position - walk.first * TILE, lane);
-    tile.load_values(keys + walk.memory.values_offset(), last_position - walk.first * TILE, lane);
+    const i64 row = walk.row_at(0);
+    walk.memory.load_keys(tile, row, last_position - walk.first * TILE, lane);
+    walk.memory.load_values(tile, row, last_position - walk.first * TILE, lane);
     for (int step = 1; step <= depth; step++) walk.prefetch(0, step, num_tiles);
   }
   int step = 0;
@@ -61,17 +65,16 @@ DEVICE void attend_run(const bf16* heads, int row_stride, int num_left, const Ro
     const int next = i + walk.stride, next_last_row = last_position - next * TILE;
     step++;
     if (step % 32 == 0) walk.take_pages(step);
-    const bf16* next_keys = walk.keys_at(step);
+    const i64 next_row = walk.row_at(step);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; batch++)
       acc[batch].add_keys(tile, scale_log2,
                           {last_of[batch][0] - i * TILE, last_of[batch][1] - i * TILE}, lane);
-    if (next < num_tiles) tile.load_keys(next_keys, next_last_row, lane);
+    if (next < num_tiles) walk.memory.load_keys(tile, next_row, next_last_row, lane);
     if (depth > 0) walk.prefetch(step, step + depth, num_tiles);
 #pragma unroll
     for (int batch = 0; batch < BATCHES; batch++) acc[batch].add_values(tile);
-    if (next < num_tiles)
-      tile.load_values(next_keys + walk.memory.values_offset(), next_last_row, lane);
+    if (next < num_tiles) walk.memory.load_values(tile, next_row, next_last_row, lane);
   }
   if (begin == 0) meeting.wait();
 #pragma unroll
@@ -82,14 +85,15 @@ DEVICE void attend_run(const bf16* heads, int row_stride, int num_left, const Ro
         [&](int column) { return meeting.place_of(batch * COLUMNS + column); });
 }
 
-// Grid: (splits, H_kv, ceil(M / SPAN)), clusters of `splits` CTAs. Dynamic shared memory for `Meeting`.
-//   q [M, H, D]; pages [P, 2, H_kv, PAGE, D]; page_table [num_slots + 1, max_pages]; slots, positions
+// Grid: (splits, H_kv, ceil(M / SPAN)), clusters of `splits` CTAs. Dynamic shared memory: `Shared`.
+//   q [M, H, D]; pages [P, 2, H_kv, PAGE, D], kv_scales [P, 2, H_kv, PAGE] or null; page_table [num_slots + 1, max_pages]; slots, positions
 //   [M]: any, but only runs of rows of one slot share reads. min_tiles, depth: see attention.cu.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    attention_span(const bf16* q, const bf16* pages, const i32* page_table, const i64* slots,
-                   const i64* positions, bf16* out_values, u8* out_quantised, float* out_scales,
+    attention_span(const bf16* q, Tile::Rows::Element* pages, bf16* kv_scales, const i32* page_table,
+                   const i64* slots, const i64* positions, bf16* out_values, u8* out_quantised, float* out_scales,
                    float scale_log2, int max_pages, int num_rows, int min_tiles, int depth) {
-  extern __shared__ __align__(16) u8 shared[];
+  extern __shared__ __align__(16) u8 memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
   const int kv_head = blockIdx.y, num_kv_heads = gridDim.y, num_heads = num_kv_heads * GROUP;
   const int first_row = blockIdx.z * SPAN;
@@ -100,17 +104,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const int most_tiles = rows.last_position(0, SPAN, lane) / TILE + 1;
   const int active = active_ctas(most_tiles, min_tiles);
   if (rank >= active) return;
-  const Meeting meeting = {reinterpret_cast<Meeting::Storage*>(shared), active, rank, warp, lane};
+  const Meeting meeting = {&shared.storage, active, rank, warp, lane};
   meeting.arrive();
-  const bf16* heads = q + (static_cast<i64>(first_row) * num_heads + kv_head * GROUP) * D;
+  for (int i = threadIdx.x; i < SPAN * GROUP * D / 8; i += WARPS * 32) {
+    const int query = i / (D / 8), offset = i % (D / 8) * 8, row = min(first_row + query / GROUP, num_rows - 1);
+    const i64 head = static_cast<i64>(row) * num_heads + kv_head * GROUP + query % GROUP;
+    const uint4 values = *reinterpret_cast<const uint4*>(q + head * D + offset);
+    *reinterpret_cast<uint4*>(&shared.queries[query][offset]) = Tile::query(values);
+  }
+  __syncthreads();
 #pragma unroll 1
   for (int begin = 0; begin < SPAN;) {
     const int end = rows.run_end(begin);
     const i32* table = page_table + __shfl_sync(~0u, rows.slot, begin) * max_pages;
-    const Walk<D> walk = {
-        {pages, table, num_kv_heads, kv_head, max_pages}, rank * WARPS + warp, active * WARPS, lane};
-    attend_run(heads, num_heads * D, num_rows - first_row, rows, begin, end, walk, meeting, scale_log2,
-               depth);
+    const Walk<Tile> walk = {{{pages, kv_scales}, table, num_kv_heads, kv_head, max_pages},
+                             rank * WARPS + warp, active * WARPS, lane};
+    attend_run(shared, rows, begin, end, walk, meeting, scale_log2, depth);
     begin = end;
   }
 

@@ -10,8 +10,10 @@ constexpr int TASKS = GROUP + 2;  // heads a position has: queries, key, value
 constexpr int WARPS = (POSITIONS * TASKS * LANES + 31) / 32;
 static_assert(POSITIONS <= WARPS && GROUP <= COLUMNS);
 
+using FrameTile = Bf16Tile<D>;
+
 struct Shared {
-  bf16 queries[POSITIONS][GROUP][D + 32];  // rows apart by 16 banks
+  bf16 queries[POSITIONS][GROUP][FrameTile::QUERY_STRIDE];
   bf16 keys[POSITIONS][D], values[POSITIONS][D];
 };
 
@@ -29,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   bf16* keys_at = memory + (static_cast<i64>(blockIdx.y) * num_kv_heads + kv_head) * num_held * D;
   bf16* values_at = keys_at + static_cast<i64>(capacity) * num_kv_heads * num_held * D;
   if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
-  Tile<D> tile;
+  FrameTile tile;
   if (warp < POSITIONS) {  // rows from `start` on are patched below
     tile.load_keys(keys_at, max(start - 1, 0), lane);
     tile.load_values(values_at, max(start - 1, 0), lane);
@@ -62,9 +64,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   if (warp >= POSITIONS) return;
 
   const int position = start + warp;  // one warp per new position
-  tile.patch(shared.keys[0], shared.values[0], start, position, lane);
-  Accumulator<D> acc;
-  acc.init(shared.queries[warp][0], GROUP, D + 32, lane);
+  tile.patch({shared.keys[0], nullptr}, {shared.values[0], nullptr}, start, position, lane);
+  Accumulator<FrameTile> acc;
+  acc.init(shared.queries[warp][lane / 4 % GROUP]);
   acc.add_keys(tile, scale_log2, {position, position}, lane);
   acc.add_values(tile);
   const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.y) * POSITIONS,

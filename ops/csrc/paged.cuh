@@ -6,23 +6,34 @@
 
 static_assert(PAGE % TILE == 0);
 
-template <int D>
-struct Memory {  // one layer's pages, and what a row and key/value head reads of them
-  const bf16* pages;
+// One layer's pages, and what a row and key/value head reads of them. A row of memory holds the D keys
+// or values of a position.
+template <typename Tile>
+struct Memory {
+  typename Tile::Rows rows;
   const i32* table;  // the slot's row
   int num_kv_heads, head, max_pages;
 
-  // Row 0 of a tile's keys; `page` holds it.
-  DEVICE const bf16* keys_at(int page, int tile) const {
-    return pages + ((static_cast<i64>(page) * 2 * num_kv_heads + head) * PAGE + tile * TILE % PAGE) * D;
+  // The row of a tile's first key; `page` holds it.
+  DEVICE i64 row_at(int page, int tile) const {
+    return (static_cast<i64>(page) * 2 * num_kv_heads + head) * PAGE + tile * TILE % PAGE;
   }
-  DEVICE i64 values_offset() const { return static_cast<i64>(num_kv_heads) * PAGE * D; }
+  // From a key's row to its value's.
+  DEVICE i64 values_offset() const { return num_kv_heads * PAGE; }
+
+  DEVICE void load_keys(Tile& tile, i64 row, int last_row, int lane) const {
+    tile.load_keys(rows.data + row * Tile::D, last_row, lane);
+    tile.load_scales(rows.scales + row, rows.scales + row + values_offset(), last_row, lane);
+  }
+  DEVICE void load_values(Tile& tile, i64 row, int last_row, int lane) const {
+    tile.load_values(rows.data + (row + values_offset()) * Tile::D, last_row, lane);
+  }
 };
 
 // The tiles of one warp: `first`, and every `stride`-th from there.
-template <int D>
+template <typename Tile>
 struct Walk {
-  Memory<D> memory;
+  Memory<Tile> memory;
   int first, stride, lane;
   int pages;  // of the next 32 tiles, one per lane
 
@@ -32,20 +43,21 @@ struct Walk {
     pages = page < memory.max_pages ? memory.table[page] : 0;
   }
 
-  // Row 0 of the keys of tile `step`, one of the 32 whose pages are taken.
-  DEVICE const bf16* keys_at(int step) const {
-    return memory.keys_at(__shfl_sync(~0u, pages, step % 32), first + step * stride);
+  // The row of the first key of tile `step`, one of the 32 whose pages are taken.
+  DEVICE i64 row_at(int step) const {
+    return memory.row_at(__shfl_sync(~0u, pages, step % 32), first + step * stride);
   }
 
   // Asks for tile `step` to be in the L2, if it is among those whose pages are taken with `now`.
   DEVICE void prefetch(int now, int step, int num_tiles) const {
     if (first + step * stride >= num_tiles || step / 32 != now / 32) return;
-    constexpr int LINES = TILE * D * 2 / 128;  // of the keys; of the values as many
-    const bf16* keys = keys_at(step);
+    constexpr int LINE = 128 / sizeof(typename Tile::Rows::Element);
+    constexpr int LINES = TILE * Tile::D / LINE;  // of the keys; of the values as many
+    const typename Tile::Rows::Element* keys = memory.rows.data + row_at(step) * Tile::D;
 #pragma unroll
     for (int i = 0; i < 2 * LINES; i += 32) {
-      const int line = i + lane;
-      const bf16* at = keys + (line < LINES ? 0 : memory.values_offset()) + line % LINES * 64;
+      const int line = (i + lane) % (2 * LINES);
+      const auto* at = keys + (line < LINES ? 0 : memory.values_offset() * Tile::D) + line % LINES * LINE;
       asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
     }
   }

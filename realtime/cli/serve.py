@@ -86,6 +86,7 @@ def load_on_device(config: ServerConfig, device: str, slots: Slots) -> Engine:
     import torch
 
     from model.errors import ModelError
+    from model.kv_cache import KvFormat
     from model.speech_model import RunAs, load_speech_model
     from realtime.pingpong.engine import EngineConfig, PingPongEngine
 
@@ -104,6 +105,7 @@ def load_on_device(config: ServerConfig, device: str, slots: Slots) -> Engine:
         engine_config = EngineConfig(
             num_slots=slots.num_slots,
             max_positions=config.max_context,
+            kv_format=cast(KvFormat, config.kv_format),
             kv_memory_fraction=config.kv_fraction,
             num_threads=config.num_threads or 1,
         )

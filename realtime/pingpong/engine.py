@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from model.errors import ClipError, ConfigError, ModelError, PromptError
-from model.kv_cache import KVCache, default_page_size
+from model.kv_cache import KVCache, KvFormat, default_page_size
 from model.speech_model import SpeechModel
 from model.tensor_bytes import tensor_bytes
 from realtime.errors import EngineError, VoiceError
@@ -60,6 +60,7 @@ class EngineConfig:
     max_prefix_positions: int = 65_536  # room for cached prefixes, besides the slots' contexts
     kv_pages: int | None = None  # of slots and prefixes together; None: for all of them, or what
     kv_memory_fraction: float = 0.8  # of the free device memory has room for
+    kv_format: KvFormat = "bf16"  # of keys and values; on a CPU that is the model's dtype
     kv_page_size: int | None = None  # positions; None: `model.kv_cache.default_page_size`
     chunk_positions: int | None = None  # prefilled at a time; None: 64, or what kernels take
     num_threads: int = 1  # intra-op threads of each engine thread (CPU)
@@ -88,7 +89,10 @@ class PingPongEngine:
         if slots is None:
             slots = Slots(config.num_slots or DEFAULT_SLOTS[model.device.type])
         self._slots, num_slots = slots, slots.num_slots
-        with torch.inference_mode(), memory_of(model.dual_ar, num_slots, max_positions):
+        with (
+            torch.inference_mode(),
+            memory_of(model.dual_ar, num_slots, max_positions, config.kv_format),
+        ):
             self._cache = _new_cache(model, config, num_slots, max_positions)
             self._vocode = VocodeLoop(
                 model,
@@ -320,6 +324,7 @@ def _new_cache(
         config.max_prefix_positions,
         page_size,
         config.kv_memory_fraction,
+        config.kv_format,
     )
     num_needed = 1 + -(-max_positions // page_size)
     if num_pages < num_needed:
@@ -329,7 +334,12 @@ def _new_cache(
         )
     is_dialogue = model.serving.context == "dialogue"
     return model.dual_ar.new_cache(
-        num_slots, max_positions, page_size=page_size, num_pages=num_pages, has_history=is_dialogue
+        num_slots,
+        max_positions,
+        page_size=page_size,
+        num_pages=num_pages,
+        has_history=is_dialogue,
+        kv_format=config.kv_format,
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from model.dual_ar import DualAR
 from model.errors import ConfigError
-from model.kv_cache import KVCache
+from model.kv_cache import KVCache, KvFormat, position_bytes
 from model.pages import PageAllocator
 from realtime.pingpong.prefix_cache import CachedPrefix, PrefixCache
 
@@ -114,6 +114,7 @@ def pool_pages(
     max_prefix_positions: int,
     page_size: int,
     memory_fraction: float,
+    kv_format: KvFormat,
 ) -> int:
     """Pages (with page 0) for the whole context of every slot and for cached prefixes; on CUDA no
     more than fit into a fraction of the memory that is free now."""
@@ -122,12 +123,14 @@ def pool_pages(
     if model.device.type != "cuda":
         return num_pages
     num_free_bytes, _ = torch.cuda.mem_get_info(model.device)
-    position = _position_bytes(model)
+    position = position_bytes(model.config, model.dtype, kv_format)
     return min(num_pages, int(num_free_bytes * memory_fraction) // (position * page_size))
 
 
 @contextmanager
-def memory_of(model: DualAR, num_slots: int, max_positions: int) -> Iterator[None]:
+def memory_of(
+    model: DualAR, num_slots: int, max_positions: int, kv_format: KvFormat
+) -> Iterator[None]:
     """Around all that is taken for the slots: says in words when there is no room for it.
 
     Raises:
@@ -139,15 +142,10 @@ def memory_of(model: DualAR, num_slots: int, max_positions: int) -> Iterator[Non
         text = str(error)
         if isinstance(error, RuntimeError) and not any(sign in text for sign in _NO_MEMORY):
             raise
-        gigabytes = num_slots * max_positions * _position_bytes(model) / 1e9
+        position = position_bytes(model.config, model.dtype, kv_format)
+        gigabytes = num_slots * max_positions * position / 1e9
         raise ConfigError(
             f"{num_slots} slots with a context of {max_positions} positions each do not fit into "
             f"the memory of {model.device}: their keys and values alone are {gigabytes:,.1f} GB; "
             "lower --max-slots or --max-context"
         ) from error
-
-
-def _position_bytes(model: DualAR) -> int:
-    """Keys and values of a position."""
-    slow = model.config.slow
-    return 2 * slow.num_layers * slow.num_kv_heads * slow.head_dim * model.dtype.itemsize

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ops import reference
+from ops.fp8_rows import Fp8Rows, KvRows, dequantized
 
 EPS = 1e-6
 
@@ -19,7 +20,7 @@ class Paged:
     qkv: Tensor  # [M, H + 2 H_kv, D]
     qk_norm: Tensor  # [H + H_kv, D]
     rope: Tensor
-    pages: Tensor
+    pages: KvRows
     page_table: Tensor
     slots: Tensor
     positions: Tensor
@@ -30,7 +31,7 @@ class Paged:
         return self.qkv[:, : -2 * self.pages.shape[2]].contiguous()
 
     @property
-    def where(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def where(self) -> tuple[KvRows, Tensor, Tensor, Tensor]:
         return self.pages, self.page_table, self.slots, self.positions
 
     @property
@@ -39,7 +40,7 @@ class Paged:
 
     def rows(self, chosen: list[int]) -> Paged:
         """Some of the rows, over a copy of the same memory."""
-        parts = (self.qkv[chosen], self.qk_norm, self.rope, self.pages.clone(), self.page_table)
+        parts = (self.qkv[chosen], self.qk_norm, self.rope, copied(self.pages), self.page_table)
         return Paged(*parts, self.slots[chosen], self.positions[chosen])
 
     def dense(self, row: int) -> Tensor:
@@ -47,7 +48,8 @@ class Paged:
         length = int(self.positions[row]) + 1
         page_size = self.pages.shape[3]
         used = self.page_table[self.slots[row], : -(-length // page_size)].long()
-        return self.pages[used].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+        pages = dequantized(self.pages[used], self.qkv.dtype)
+        return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
 
     def expected(self, q: Tensor) -> Tensor:
         """Attention of q [M, H, D] in fp32, [M, H * D]."""
@@ -68,6 +70,7 @@ def paged(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
     seed: int = 0,
+    kv_format: str = "bf16",
 ) -> Paged:
     """Rows that have read `lengths` positions once their own is in: one row of each of random slots.
 
@@ -101,11 +104,35 @@ def paged(
         qkv=normal(num_rows, num_heads + 2 * num_kv_heads, head_dim),
         qk_norm=(1 + 0.2 * normal(num_heads + num_kv_heads, head_dim).float()).to(dtype),
         rope=reference.rope_table(max_pages * page_size, head_dim, 1e6, torch.device(device)),
-        pages=pages,
+        pages=quantised(pages) if kv_format == "fp8" else pages,
         page_table=page_table,
         slots=slots,
         positions=torch.tensor(lengths, device=device) - 1,
     )
+
+
+def quantised(pages: Tensor) -> Fp8Rows:
+    """Rows of NaN are NaN, in data and scale."""
+    rows, is_poison = Fp8Rows.of(pages.nan_to_num()), pages.isnan().any(-1)
+    rows.data.view(torch.uint8)[is_poison] = 0x7F
+    rows.scale[is_poison] = torch.nan
+    return rows
+
+
+def copied(pages: KvRows) -> KvRows:
+    """In memory of its own."""
+    if isinstance(pages, Fp8Rows):
+        return Fp8Rows(pages.data.clone(), pages.scale.clone())
+    return pages.clone()
+
+
+def overwrite(pages: KvRows, source: KvRows) -> None:
+    if isinstance(pages, Fp8Rows) and isinstance(source, Fp8Rows):
+        pages.data.copy_(source.data)
+        pages.scale.copy_(source.scale)
+    else:
+        assert isinstance(pages, Tensor) and isinstance(source, Tensor)
+        pages.copy_(source)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
@@ -114,6 +141,8 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
     return float(error.nan_to_num(nan=torch.inf).max())
 
 
-def bits(tensor: Tensor) -> Tensor:
+def bits(rows: KvRows) -> Tensor:
     """For comparing what may hold NaN."""
-    return tensor.contiguous().view(torch.uint8)
+    if isinstance(rows, Fp8Rows):
+        return torch.cat([bits(rows.data), bits(rows.scale[..., None])], dim=-1)
+    return rows.contiguous().view(torch.uint8)

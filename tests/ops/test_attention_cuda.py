@@ -3,6 +3,8 @@
 Everything a row must not read is NaN, every output is fresh memory full of NaN.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from ops import attention, reference, reference_paged
 from ops.attention_plans import Plan, SpanPlan
 from ops.embedding import embed_rows
 from ops.quantize import quantize_rows
-from tests.ops.attention_cases import EPS, bits, paged, relative_error
+from tests.ops.attention_cases import EPS, bits, copied, overwrite, paged, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,8 +33,10 @@ def poisoned():
     del fills
 
 
-def on_gpu(lengths, heads, **options):
-    return paged(lengths, heads, device="cuda", **options)
+@pytest.fixture(params=["bf16", "fp8"])
+def on_gpu(request):
+    """Rows over pages of either format."""
+    return partial(paged, device="cuda", kv_format=request.param)
 
 
 def mixed_lengths(num_rows, seed=0, longest=8192):
@@ -58,7 +62,7 @@ def captured(call):
 @pytest.mark.parametrize("heads", MODELS)
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 64, 128])
 def test_rope_append_matches(heads, num_rows):
-    case = on_gpu(mixed_lengths(num_rows, longest=600), heads)
+    case = paged(mixed_lengths(num_rows, longest=600), heads, device="cuda")
     expected = case.rows(list(range(num_rows)))
     q = attention.rope_append(case.qkv, *case.rotary, *case.where)
     turns = expected.rope[expected.positions]
@@ -75,8 +79,27 @@ def test_rope_append_matches(heads, num_rows):
 
 
 @pytest.mark.parametrize("heads", MODELS)
+@pytest.mark.parametrize("num_rows", [1, 7, 128])
+@pytest.mark.parametrize("magnitude", [1.0, 1e-4, 1e4, 0.0])
+def test_rows_in_8_bits_are_those_in_bf16_quantised(heads, num_rows, magnitude):
+    """Bit for bit, of values of any size, and nothing else is written."""
+    lengths, options = mixed_lengths(num_rows, longest=600), {"device": "cuda", "seed": num_rows}
+    plain, case = (paged(lengths, heads, **options, kv_format=form) for form in ("bf16", "fp8"))
+    for rows in (plain, case):
+        rows.qkv *= magnitude
+    expected = copied(case.pages)
+    q = attention.rope_append(case.qkv, *case.rotary, *case.where)
+    assert torch.equal(q, attention.rope_append(plain.qkv, *plain.rotary, *plain.where))
+    page_size = plain.pages.shape[3]
+    pages = plain.page_table[plain.slots, plain.positions // page_size].long()
+    at = (pages, slice(None), slice(None), plain.positions % page_size)
+    expected[at] = plain.pages[at]
+    assert torch.equal(bits(case.pages), bits(expected))
+
+
+@pytest.mark.parametrize("heads", MODELS)
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 67, 128])
-def test_paged_attention_matches(heads, num_rows):
+def test_paged_attention_matches(on_gpu, heads, num_rows):
     case = on_gpu(mixed_lengths(num_rows), heads, seed=num_rows)
     out = attention.paged_attention(case.q, *case.where, "bf16")
     assert relative_error(out, case.expected(case.q)) < MAX_ERROR
@@ -84,7 +107,7 @@ def test_paged_attention_matches(heads, num_rows):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", range(1, 9))
-def test_every_group_size(head_dim, group):
+def test_every_group_size(on_gpu, head_dim, group):
     case = on_gpu([700, 1, 33, 5], (2 * group, 2, head_dim), page_size=16)
     out = attention.paged_attention(case.q, *case.where, "bf16")
     assert relative_error(out, case.expected(case.q)) < MAX_ERROR
@@ -93,7 +116,7 @@ def test_every_group_size(head_dim, group):
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 511, 512, 513, 8192])
-def test_every_plan(splits, length):
+def test_every_plan(on_gpu, splits, length):
     case = on_gpu([length, 40], S2_PRO, max_len=8192)
     for rest in ((4, 3, 1, 0), (4, 4, 5, 2), (2, 6, 3, 4), (4, 2, 1, 1, 2)):
         plan = Plan(splits, *rest)
@@ -113,12 +136,12 @@ def fused_matches(case):
 
 @pytest.mark.parametrize("heads", MODELS)
 @pytest.mark.parametrize("num_rows", [1, 3, 64, 127])
-def test_decode_attention_is_both(heads, num_rows):
+def test_decode_attention_is_both(on_gpu, heads, num_rows):
     fused_matches(on_gpu(mixed_lengths(num_rows, seed=1), heads))
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 64])
-def test_quantised_output_is_the_bf16_output_quantised(num_rows):
+def test_quantised_output_is_the_bf16_output_quantised(on_gpu, num_rows):
     case = on_gpu(mixed_lengths(num_rows, longest=600), S2_PRO)
     plain = attention.paged_attention(case.q, *case.where, "bf16")
     out = attention.paged_attention(case.q, *case.where, "bsfp8")
@@ -127,7 +150,7 @@ def test_quantised_output_is_the_bf16_output_quantised(num_rows):
     assert torch.equal(out.scale, expected.scale)
 
 
-def test_a_row_alone_has_the_bits_it_has_in_a_batch_of_the_same_plan():
+def test_a_row_alone_has_the_bits_it_has_in_a_batch_of_the_same_plan(on_gpu):
     case = on_gpu(mixed_lengths(48, seed=2), S2_PRO)
     for plan in (Plan(1, 4, 4), Plan(2, 4, 3, 2), Plan(8, 4, 3, 8, 2)):
         whole = attention.launch_paged(case.q, None, case.where, "bf16", plan)
@@ -153,7 +176,7 @@ def span_of(case, row, num_rows):
     ("length", "num_rows"), [(700, 128), (128, 128), (5, 3), (4000, 37), (2, 2)]
 )
 @pytest.mark.parametrize("is_span", [True, False])
-def test_a_prefill_chunk(heads, length, num_rows, is_span):
+def test_a_prefill_chunk(on_gpu, heads, length, num_rows, is_span):
     """Consecutive positions of one slot, appended by one launch and read by the next."""
     q, chunk = span_of(on_gpu([40, length], heads), 1, num_rows)
     out = attention.paged_attention(q, *chunk.where, "bf16", is_span=is_span)
@@ -161,7 +184,7 @@ def test_a_prefill_chunk(heads, length, num_rows, is_span):
 
 
 @pytest.mark.parametrize("plan", [SpanPlan(1, 4, 2), SpanPlan(4, 4, 1, 3), SpanPlan(2, 8, 2, 2, 2)])
-def test_a_chunk_of_several_slots_and_padding(plan):
+def test_a_chunk_of_several_slots_and_padding(on_gpu, plan):
     """Runs of rows of different slots, lengths and lengths of run; the padding's page holds NaN, and
     nobody but the padding gets any."""
     case = on_gpu([300, 70, 1, 513, 40], S2_PRO)
@@ -180,7 +203,7 @@ def test_a_chunk_of_several_slots_and_padding(plan):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
-def test_every_plan_of_a_span(splits):
+def test_every_plan_of_a_span(on_gpu, splits):
     q, chunk = span_of(on_gpu([40, 900], S2_PRO), 1, 77)
     for rest in ((4, 1, 2, 0), (4, 2, 1, 2), (4, 4, 4, 1), (2, 3, 1, 0)):
         plan = SpanPlan(splits, *rest)
@@ -191,7 +214,7 @@ def test_every_plan_of_a_span(splits):
         assert torch.equal(scaled.scale, quantize_rows(out).scale)
 
 
-def test_the_dummy_slot_disturbs_nobody():
+def test_the_dummy_slot_disturbs_nobody(on_gpu):
     case = on_gpu([300, 77], S2_PRO)
     padded = case.rows([0, 1, 1, 1])
     padded.slots = padded.slots.clone()
@@ -208,12 +231,12 @@ def test_the_dummy_slot_disturbs_nobody():
 
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
 @pytest.mark.parametrize("is_chained", [False, True])
-def test_replay_is_eager(num_rows, is_chained):
+def test_replay_is_eager(on_gpu, num_rows, is_chained):
     """Of a chain as a frame has it, with new inputs in the captured buffers."""
     case = on_gpu(mixed_lengths(num_rows, longest=2000), S2_PRO)
     rows = torch.zeros(num_rows, 3, dtype=torch.int32, device="cuda")
     table = torch.randn(4, 6144, device="cuda").bfloat16()
-    pages = case.pages.clone()
+    pages = copied(case.pages)
 
     def chain():
         embedded = embed_rows(rows, None, table, table, (8, 9))
@@ -231,10 +254,10 @@ def test_replay_is_eager(num_rows, is_chained):
     for seed in range(3):
         case.qkv.copy_(torch.randn(case.qkv.shape, device="cuda").bfloat16())
         rows.fill_(seed)
-        case.pages.copy_(pages)
+        overwrite(case.pages, pages)
         eager = [out.clone() for out in chain()]
-        written = case.pages.clone()
-        case.pages.copy_(pages)
+        written = copied(case.pages)
+        overwrite(case.pages, pages)
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(results, eager, strict=True))
         assert torch.equal(bits(case.pages), bits(written))

@@ -140,15 +140,16 @@ def test_the_pool_has_room_for_all_contexts_or_what_memory_allows(
     config = DualARConfig(slow, slow, 16, 2, 8, True, 0, 7, 8)
     sizes = (10, 100, 500, 32, 0.5)  # slots, positions of one, of prefixes, of a page, fraction
     wanted = 1 + 10 * 4 + 500 // 32
-    for device, num_free_bytes, expected in (
-        ("cpu", 0, wanted),
-        ("cuda", 1 << 30, wanted),
-        ("cuda", 40 * 32 * 2 * 2 * 8 * 4, 20),
+    for device, num_free_bytes, kv_format, expected in (
+        ("cpu", 0, "bf16", wanted),
+        ("cuda", 1 << 30, "bf16", wanted),
+        ("cuda", 40 * 32 * 2 * 2 * 8 * 4, "bf16", 20),
+        ("cuda", 20 * 32 * 2 * 2 * 8 * 4, "fp8", 10 * 8 * 4 // (8 + 2)),
     ):
         model = SimpleNamespace(config=config, device=torch.device(device), dtype=torch.float32)
         free = (num_free_bytes, 1 << 30)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: free)
-        assert pool_pages(model, *sizes) == expected  # type: ignore[arg-type]
+        assert pool_pages(model, *sizes, kv_format) == expected  # type: ignore[arg-type]
 
 
 def test_a_page_is_freed_once() -> None:
