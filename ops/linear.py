@@ -162,6 +162,8 @@ def _launch_wide(
             _output(out, bias, residual),
             ctypes.c_int32(row_tiles),
             ctypes.c_int32(k_tiles),
+            ctypes.c_int32(plan.prefetch),
+            ctypes.c_int32(plan.late),
         ],
         shared_bytes=plan.shared_bytes(is_fp8, is_gate_up, k_tiles),
         cluster=(cluster, 1, 1),

@@ -99,6 +99,7 @@ class WidePlan:
     parts: int = 1
     blocks_per_sm: int = 1
     late: int = 0
+    prefetch: int = 0
 
     @property
     def rows(self) -> int:
@@ -122,7 +123,6 @@ class WidePlan:
             "GROUPS": self.groups,
             "PARTS": self.parts,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "LATE": self.late,
         }
 
     @property

@@ -38,17 +38,30 @@ struct Problem {
   int first_row;      // of x
 };
 
-// Rows `first` to `end`, 128 bytes of each; a row tile holds 64 of them.
-DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int stage) {
-  const u32 barrier = shared.full + stage * 8;
-  barrier_expect(barrier, (p.end - p.first) * 128);
-  u32 target = shared.ring + stage * kStageBytes;
+// Calls take(address, offset, bytes) for the pieces of rows `first` to `end`, 128 bytes of K of each; a
+// row tile holds 64 of them.
+template <typename Take>
+DEVICE void for_each_piece(const Problem& p, int block, Take take) {
   for (int row = p.first; row < p.end;) {
     const int rows = min(64 - row % 64, p.end - row);
     const i64 tile = static_cast<i64>(row / 64) * p.num_blocks + block;
-    bulk_copy_streamed(target, p.tiles + tile * kTileBytes + row % 64 * 128, rows * 128, barrier);
-    target += rows * 128, row += rows;
+    take(p.tiles + tile * kTileBytes + row % 64 * 128, (row - p.first) * 128, rows * 128);
+    row += rows;
   }
+}
+
+DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int stage) {
+  const u32 barrier = shared.full + stage * 8, target = shared.ring + stage * kStageBytes;
+  barrier_expect(barrier, (p.end - p.first) * 128);
+  for_each_piece(p, block, [&](const u8* source, u32 offset, u32 bytes) {
+    bulk_copy_streamed(target + offset, source, bytes, barrier);
+  });
+}
+
+DEVICE void prefetch_weights(const Problem& p, int block) {
+  for_each_piece(p, block, [&](const u8* source, u32, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+  });
 }
 
 DEVICE void load_activations(const Shared& shared, const Problem& p, const TensorMap& map, int block,
@@ -82,7 +95,7 @@ struct Producer {
   int next;  // step to load
   Stage stage;
 
-  DEVICE void start() {
+  DEVICE void start(int prefetch) {
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.full + stage * 8, 2);  // weights, activations
       barrier_init(shared.empty + stage * 8, kConsumers / 32);
@@ -91,6 +104,7 @@ struct Producer {
     fence_async_proxy();
     next = min(STAGES, p.blocks);
     for (int i = 0; i < next; ++i) load_weights(shared, p, p.begin + i, i);
+    for (int i = next; i < min(p.blocks, next + prefetch); ++i) prefetch_weights(p, p.begin + i);
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
   }
 
@@ -215,16 +229,15 @@ DEVICE void finish(const float (&acc)[WIDTH / 2], u32* maxima, u8* ring, const O
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     linear_wide(const __grid_constant__ TensorMap map, const u8* tiles, const float* tile_scales,
-                const float* act_scales, Output output, int row_tiles, int num_blocks) {
+                const float* act_scales, Output output, int row_tiles, int num_blocks,
+                int prefetch, int is_late) {
   extern __shared__ __align__(1024) u8 ring[];
   float* scales = reinterpret_cast<float*>(ring + STAGES * kStageBytes);
   u32* maxima = reinterpret_cast<u32*>(scales + (IS_FP8 ? STAGES * kRows : 0));
   u64* barriers = reinterpret_cast<u64*>(maxima + kMaxima);
   float* unit_scales = reinterpret_cast<float*>(barriers + 2 * STAGES);  // [blocks][kUnits]
 
-#if !LATE
-  let_next_kernel_start();
-#endif
+  if (!is_late) let_next_kernel_start();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const int first = blockIdx.x / SPLIT * kWidth, first_row = blockIdx.y * kRows;
@@ -238,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
                            end,   begin,      blocks,     first_row};
   Producer producer = {shared, problem, map};
   const bool is_producer = thread == kConsumers;
-  if (is_producer) producer.start();
+  if (is_producer) producer.start(prefetch);
   __syncwarp();
   if (IS_FP8)
     for (int i = thread; i < blocks * kUnits; i += kThreads) {
@@ -251,9 +264,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   if (warp == kConsumers / 32) {
     if (is_producer) {
       producer.run();
-#if LATE
-      let_next_kernel_start();
-#endif
+      if (is_late) let_next_kernel_start();
     }
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();
