@@ -109,7 +109,8 @@ class RandomModel:
     def write_small_files(self, folder: Path) -> None:
         """config.json, tokenizer.json and voices/: a checkpoint without its weights."""
         data = config_json(self.geometry)
-        data["plosive"] = {"max_frames": self.frames, "context": "prefix"}
+        serving = {"max_frames": self.frames, "is_length_fixed": True, "context": "prefix"}
+        data["plosive"] = serving
         (folder / "config.json").write_text(json.dumps(data, indent=2), encoding="utf-8")
         config = DualARConfig.from_dict(data)
         make_tokenizer(self.geometry, config).save(str(folder / "tokenizer.json"))

@@ -56,6 +56,7 @@ class Serving:
     default_voice: str = "default"
     max_segment_chars: Annotated[int, Field(ge=1)] = 300
     max_frames: Annotated[int, Field(ge=1)] = 1024  # of one segment
+    is_length_fixed: bool = False  # every segment is `max_frames` long: the weights know no end
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.8
     top_p: Annotated[float, Field(gt=0, le=1)] = 0.8
     top_k: Annotated[int, Field(ge=1)] = 30

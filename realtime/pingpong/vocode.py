@@ -92,6 +92,7 @@ class VocodeLoop:
         self.inbox: Mailbox[StepBuffer | Event] = Mailbox(max_items=16 + 8 * num_slots)
         self.runner = CodecRunner(model.codec, model.device, num_slots)
         self._device = model.device
+        self._is_length_fixed = model.serving.is_length_fixed
         self._slots = slots
         self._free = free
         self._sink = sink
@@ -183,7 +184,7 @@ class VocodeLoop:
         voice = self._voices[row.slot.idx]
         voice.ended = (row.slot, row.turn_id, row.segment)
         num_frames = row.frame + (0 if is_end else 1)
-        if not is_end:
+        if not is_end and not self._is_length_fixed:
             message = f"segment {row.segment} was cut at the limit of {num_frames} frames"
             voice.add_event(EngineWarning(row.slot, row.turn_id, "frame_limit", message))
         voice.add_event(SegmentEnd(row.slot, row.turn_id, row.segment, num_frames))

@@ -160,7 +160,7 @@ def test_the_files_are_the_same_model(tmp_path):
         assert torch.equal(loaded.dual_ar(rows)[0], made_up.dual_ar(CPU, torch.float32)(rows)[0])
         pcm = made_up.codec(CPU, torch.float32).decode(codes)
         torch.testing.assert_close(loaded.codec.decode(codes), pcm, atol=1e-5, rtol=1e-4)
-    assert loaded.serving.max_frames == 7
+    assert loaded.serving.max_frames == 7 and loaded.serving.is_length_fixed
 
 
 def test_it_writes_shards(tmp_path, monkeypatch):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from model.speech_model import Serving
 from realtime.pingpong.codec_calls import MAX_CALLS, RING_FRAMES, Call, CodecRunner
 from realtime.pingpong.device import Event as DeviceEvent
-from realtime.pingpong.messages import EngineWarning, FramePcm, SegmentEnd, TurnEnd
+from realtime.pingpong.messages import EngineWarning, FramePcm, SegmentEnd, TurnBegin, TurnEnd
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
 from realtime.pingpong.vocode import VocodeLoop
@@ -48,11 +49,12 @@ class CountingCodec:
 class Bench:
     """A vocode loop whose steps are made by hand."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, *, is_length_fixed=False, **kwargs):
         self.codec = CountingCodec(**kwargs)
         self.slots = Slots(NUM_SLOTS)
         self.events, self.freed = [], []
-        model = SimpleNamespace(codec=self.codec, device=CPU)
+        serving = Serving(is_length_fixed=is_length_fixed)
+        model = SimpleNamespace(codec=self.codec, device=CPU, serving=serving)
         self.loop = VocodeLoop(model, self.slots, self.freed.append, self.events.append)
 
     def step(self, *rows, ends=()):
@@ -140,15 +142,24 @@ def test_one_frame_at_a_time_where_chunks_would_be_heard():
     assert set(bench.codec.chunks) == {1}
 
 
-def test_a_cut_segment_says_so_after_its_last_frame():
-    bench = Bench()
+def other_events_of_a_cut_segment(bench):
     slot = bench.slots.acquire()
     bench.step((row(slot, 0), 5))
     bench.step((row(slot, 1, is_limit=True), 6))
     kinds = [type(event) for event in bench.events if not isinstance(event, FramePcm)]
-    assert len(bench.pcm(slot)) == 2 and kinds[-2:] == [EngineWarning, SegmentEnd]
+    assert len(bench.pcm(slot)) == 2
     bench.step((row(slot, 2), 7))  # the surplus frame of a segment that is over
     assert len(bench.pcm(slot)) == 2
+    return kinds
+
+
+def test_a_cut_segment_says_so_after_its_last_frame():
+    assert other_events_of_a_cut_segment(Bench()) == [TurnBegin, EngineWarning, SegmentEnd]
+
+
+def test_a_segment_whose_length_is_given_is_not_called_cut():
+    bench = Bench(is_length_fixed=True)
+    assert other_events_of_a_cut_segment(bench) == [TurnBegin, SegmentEnd]
 
 
 def test_what_waits_of_a_generation_that_is_over_is_not_heard():
