@@ -36,6 +36,7 @@ INTERNAL_ERROR = "the server failed; its log says why"
 ABORT_EXTENSION = "plosive.close_now"  # ASGI scope extensions of `realtime.websocket`
 MAX_SIZE_EXTENSION = "plosive.set_max_size"
 WRITE_NOW_EXTENSION = "plosive.write_now"
+CUT_EXTENSION = "plosive.cut"  # of `realtime.http_protocol`
 TEXT, BINARY = 0x1, 0x2  # opcodes of RFC 6455
 
 logger = logging.getLogger(__name__)

@@ -1,14 +1,19 @@
 """uvicorn's HTTP protocol with a time for requests to come: idle sockets are not collected."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from realtime.connection import CUT_EXTENSION
+
 REQUEST_S = (
     20.0  # between this and twice as long: for a request's head, and for what is left to read
 )
+
+CUT_S = 5.0  # for what was sent before an answer was cut to be read
 
 
 class PlosiveHttp(H11Protocol):
@@ -30,6 +35,20 @@ class PlosiveHttp(H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._stop_looking()  # the socket has another protocol from here on
         super().handle_websocket_upgrade(event)
+
+    def handle_events(self) -> None:
+        """The app's task for a request is created in here; it has not run yet."""
+        super().handle_events()
+        if self.cycle is not None and self.scope is self.cycle.scope:
+            extensions: dict[Any, Any] = self.scope.setdefault("extensions", {})
+            extensions.setdefault(CUT_EXTENSION, partial(self._cut, self.cycle))
+
+    def _cut(self, cycle: RequestResponseCycle) -> None:
+        """Let the client see that its answer is not whole. To uvicorn an answer without an end is a
+        fault of the app, and logged as one, unless the client has left before."""
+        cycle.disconnected = True
+        self.transport.close()
+        self.loop.call_later(CUT_S, self.transport.abort)
 
     def _stop_looking(self) -> None:
         if self._look is not None:

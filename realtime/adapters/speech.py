@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from realtime.adapters.local import open_session
 from realtime.adapters.media import MediaEncoder
 from realtime.adapters.media_prosody import Prosody
+from realtime.connection import CUT_EXTENSION
 from realtime.errors import CapacityError, PlosiveError, SessionError
 from realtime.hub import Hub
 from realtime.pingpong.messages import VoicePrompt
@@ -176,6 +177,8 @@ class SpeechResponse(Response):
             except (PlosiveError, TimeoutError) as error:
                 why = error if isinstance(error, PlosiveError) else "its client takes nothing"
                 logger.warning("a response is cut short: %s", why)
+                if cut := scope.get("extensions", {}).get(CUT_EXTENSION):
+                    cut()
                 return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,22 @@ def make_engine(folder: Path, **kwargs: Any) -> FakeEngine:
     return FakeEngine(builtin_voices_path=folder / "builtin", **kwargs)
 
 
+class Complaints(logging.Handler):
+    """What uvicorn logs as errors: faults of the app, by its lights."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+        self._logger = logging.getLogger("uvicorn.error")
+        self._logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+    def stop(self) -> None:
+        self._logger.removeHandler(self)
+
+
 @contextlib.asynccontextmanager
 async def serving(
     folder: Path,
@@ -83,6 +100,7 @@ async def serving(
     config = ServerConfig(port=0, voices_dir=folder / "voices", **({"drain_s": 0.1} | options))
     sock = bind(config.host, 0)
     server, hub = make_server(engine, config, keys)
+    complaints = Complaints()
     running = asyncio.create_task(server.serve(sockets=[sock]))
     served = Served(sock.getsockname()[1], server, hub, engine, running)
     try:
@@ -93,6 +111,8 @@ async def serving(
         engine.warm_up_gate.set()
         engine.encode_gate.set()
         await served.stop()
+        complaints.stop()
+    assert not complaints.lines  # whatever a client did
 
 
 @dataclass
