@@ -1,0 +1,156 @@
+"""The kernel for tens of rows, in every way it can be cut: against fp64 sums of the same inputs.
+
+Error bounds as in `test_linear`: 3e-3 of the norm of a bf16 result, 2e-2 where it is quantised again
+(3 % of the values fall on the other side of a rounding step of e4m3, a sixteenth).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ops import nvrtc, reference
+from ops.linear_plans import WidePlan
+from ops.quantize import quantize_rows
+from tests.ops.test_linear import (
+    MAX_ERROR,
+    activation,
+    error,
+    exact,
+    exact_rows,
+    packed,
+    poisoned_launch,
+    random_rows,
+    random_weight,
+)
+
+KINDS = ["bf16", "bsfp8"]
+# (width, row groups, column groups): warpgroups side by side, one above the other, both.
+CUTS = [(48, 1, 1), (48, 1, 2), (64, 1, 3), (80, 1, 2), (80, 2, 1), (160, 2, 1), (64, 2, 2)]
+# The same of gate and up, and the groups of 128 features that a cluster of 1 to 8 CTAs quantises.
+GATE_UP_CUTS = [
+    (128, 1, 2, 1),
+    (64, 1, 2, 1),
+    (32, 1, 2, 1),
+    (64, 1, 3, 3),
+    (48, 1, 2, 3),
+    (80, 1, 2, 5),
+    (160, 2, 1, 5),
+    (64, 2, 2, 1),
+]
+
+
+def rows_to_try(plan):
+    """One row, an odd number, all that a CTA takes, some more."""
+    return 1, plan.rows - 27, plan.rows, plan.rows + 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_variants_compile(kind):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    is_fp8 = kind == "bsfp8"
+    for plan, is_gate_up in (
+        (WidePlan(80, 1, 2, 4, 8), False),
+        (WidePlan(160, 2, 1, 4, groups=5), True),
+    ):
+        defines = plan.defines(is_fp8, is_gate_up)
+        assert nvrtc.compile_source("linear_wide.cu", "sm_90a", defines)[:4] == b"\x7fELF"
+
+
+def test_ctas_cover_the_weight_in_whole_clusters():
+    plan = WidePlan(80, 1, 2, 4, groups=5)
+    assert plan.cluster(True, True) == 8 and plan.num_ctas(304, 8) == 128  # 121.6 have features
+    assert plan.cluster(True, False) == 1 and plan.num_ctas(304, 1) == 122
+    plan = WidePlan(80, 1, 2, 4, split=8)
+    assert plan.cluster(False, True) == 8 and plan.num_ctas(40, 8) == 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+@pytest.mark.parametrize(("width", "row_groups", "col_groups"), CUTS)
+def test_every_cut_gives_the_same_sums(width, row_groups, col_groups, split, kind):
+    """N = 450 ends inside a CTA, inside 8 features, and its rows are not 16-byte aligned; 832
+    values of K are not a multiple of what a rank takes."""
+    plan = WidePlan(width, row_groups, col_groups, 4, split)
+    for n in (450, 512):
+        weight = random_weight(n, 832, "cuda")
+        tiles, matrix, bias = (
+            packed(weight, kind),
+            exact(weight, kind),
+            random_rows(1, n, "cuda")[0],
+        )
+        for num_rows in rows_to_try(plan):
+            x, residual = random_rows(num_rows, 832, "cuda"), random_rows(num_rows, n, "cuda")
+            product = exact_rows(x, kind) @ matrix.T
+            out = poisoned_launch(activation(x, kind), tiles, n, plan=plan)
+            assert error(out, product) < MAX_ERROR, (n, num_rows)
+            again = poisoned_launch(activation(x, kind), tiles, n, plan=plan)
+            assert torch.equal(out, again), (n, num_rows)
+            both = poisoned_launch(
+                activation(x, kind), tiles, n, plan=plan, bias=bias, residual=residual
+            )
+            rounded = (product + bias.double()).bfloat16().double()
+            assert error(both, rounded + residual.double()) < MAX_ERROR, (n, num_rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("width", "row_groups", "col_groups", "groups"), GATE_UP_CUTS)
+def test_every_cut_of_gate_and_up(width, row_groups, col_groups, groups, kind):
+    """832 features are six and a half groups; CTAs at the end have none."""
+    plan = WidePlan(width, row_groups, col_groups, 3, groups=groups)
+    weight = random_weight(1664, 832, "cuda")
+    tiles, matrix = packed(weight, kind, is_gate_up=True), exact(weight, kind)
+    for num_rows in rows_to_try(plan):
+        x = random_rows(num_rows, 832, "cuda") * 3
+        activated = reference.swiglu((exact_rows(x, kind) @ matrix.T).bfloat16())
+        out = poisoned_launch(activation(x, kind), tiles, 832, plan=plan)
+        if kind == "bf16":
+            assert error(out, activated.double()) < 2 * MAX_ERROR, num_rows
+            continue
+        expected = quantize_rows(activated)
+        used = out.scale[:, :num_rows]
+        torch.testing.assert_close(used, expected.scale[:, :num_rows], rtol=2e-2, atol=0)
+        assert not out.scale[:, num_rows:].any(), num_rows
+        assert error(out.dequantize(), expected.dequantize().double()) < 2e-2, num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_of_a_width_and_hints_change_no_bit(kind):
+    weight = packed(random_weight(512, 1024, "cuda"), kind)
+    x = activation(random_rows(100, 1024, "cuda"), kind)
+    plan = WidePlan(160, 2, 1, 3, split=2)
+    whole = poisoned_launch(x, weight, 512, plan=plan)
+    for other in (replace(plan, parts=2), replace(plan, late=1), replace(plan, prefetch=4)):
+        assert torch.equal(poisoned_launch(x, weight, 512, plan=other), whole), other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("late", [0, 1])
+def test_replay_of_wide_kernels_equals_eager(kind, late):
+    """A chain of dependent launches, captured; every kernel sees what the one before it wrote."""
+    gate_up = packed(random_weight(2 * 1024, 512, "cuda"), kind, is_gate_up=True)
+    down = packed(random_weight(512, 1024, "cuda"), kind)
+    plans = WidePlan(64, 1, 2, 4, blocks_per_sm=2, late=late), WidePlan(48, 1, 2, 3, 4, late=late)
+    x = random_rows(64, 512, "cuda")
+
+    def step():
+        h = x
+        for _ in range(4):
+            hidden = poisoned_launch(activation(h, kind), gate_up, 1024, plan=plans[0])
+            h = poisoned_launch(hidden, down, 512, plan=plans[1], residual=h)
+        return h
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(3):
+        x.copy_(random_rows(64, 512, "cuda"))
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, step())
