@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.embedded.recipe import teacher
+from model.embedded.recipe import teacher, teacher_files, teacher_speech
 from model.embedded.recipe.speakers import ENGLISH, UNSEEN, VOICES, Speaker, invent, plain
-from model.embedded.recipe.teacher import BLOCK_SAMPLES, Item, Teacher
+from model.embedded.recipe.teacher_speech import BLOCK_SAMPLES, Item, Teacher
 
 PRIMARY, SECONDARY = 8, 9
 SPEAKERS = [plain(voice) for voice in VOICES]
@@ -52,7 +52,7 @@ class FakeTeacher(Teacher):
         self.text_sizes.append({len(item.tokens) for item in items})
         assert len(items) == len(indices)
         tokens = torch.tensor([[0, *item.tokens, 0] for item in items])
-        return teacher._TextBatch(
+        return teacher_speech._TextBatch(
             items=indices,
             labels=self._labels(tokens),
             style=torch.zeros(len(items), 256),
@@ -131,8 +131,8 @@ def test_styles_are_blended_half_by_half() -> None:
     fake, names = FakeTeacher(), ["a", "b"]
     fake.tables = torch.stack([torch.full((5, 256), 4.0), torch.full((5, 256), 8.0)])
     fake.tables[:, 2] += 1  # a row per number of tokens
-    fake.timbre = teacher._weights([plain("a").timbre, speaker.timbre], names)
-    fake.prosody = teacher._weights([plain("a").prosody, speaker.prosody], names)
+    fake.timbre = teacher_speech._weights([plain("a").timbre, speaker.timbre], names)
+    fake.prosody = teacher_speech._weights([plain("a").prosody, speaker.prosody], names)
     style = fake._styles([1, 0], 3)
     assert style[0].tolist() == [8.0] * 128 + [9.0] * 128
     assert style[1].tolist() == [5.0] * 256
@@ -150,11 +150,11 @@ def test_a_speaker_has_its_own_pitch_and_vocal_tract() -> None:
 
 
 def test_a_stretched_tone_is_lower_and_as_loud() -> None:
-    time = torch.arange(40 * BLOCK_SAMPLES) / teacher.SAMPLE_RATE_HZ
+    time = torch.arange(40 * BLOCK_SAMPLES) / teacher_speech.SAMPLE_RATE_HZ
     tone = torch.sin(2 * torch.pi * 1100 * time).reshape(40, BLOCK_SAMPLES)
-    blocks, labels = teacher._stretch(tone, torch.arange(40), 1.1)
+    blocks, labels = teacher_speech._stretch(tone, torch.arange(40), 1.1)
     assert blocks.shape == (44, BLOCK_SAMPLES) and labels.unique().tolist() == list(range(40))
-    time = torch.arange(44 * BLOCK_SAMPLES) / teacher.SAMPLE_RATE_HZ
+    time = torch.arange(44 * BLOCK_SAMPLES) / teacher_speech.SAMPLE_RATE_HZ
     wanted = torch.sin(2 * torch.pi * 1000 * time)
     assert float((blocks.flatten() - wanted).abs().max()) < 2e-3
 
@@ -169,7 +169,7 @@ def test_batches_are_of_equal_lengths_and_every_item_is_said_once() -> None:
     )
     for size, lengths in fake.acoustic_sizes:
         assert len(lengths) == 1
-        assert size * next(iter(lengths)) <= 10 * teacher.BLOCKS_PER_SECOND
+        assert size * next(iter(lengths)) <= 10 * teacher_speech.BLOCKS_PER_SECOND
     assert max(size for size, _ in fake.acoustic_sizes) > 1
 
 
@@ -183,8 +183,8 @@ def test_a_clip_in_a_batch_is_the_clip_alone() -> None:
 
 
 def test_items_of_more_than_16_seconds_are_left_out() -> None:
-    at_most = Item(0, 0, 1.0, [7] * (teacher.MAX_BLOCKS // 8 - 2))
-    too_long = Item(1, 0, 1.0, [7] * (teacher.MAX_BLOCKS // 8 - 1))
+    at_most = Item(0, 0, 1.0, [7] * (teacher_speech.MAX_BLOCKS // 8 - 2))
+    too_long = Item(1, 0, 1.0, [7] * (teacher_speech.MAX_BLOCKS // 8 - 1))
     assert [clip.item for clip in FakeTeacher().speak([at_most, too_long])] == [0]
 
 
@@ -202,7 +202,7 @@ def test_silence_is_trimmed_and_each_block_names_its_phoneme() -> None:
 
 def test_ends_fade() -> None:
     clip = np.full(1000, 1000, np.int16)
-    teacher._fade(clip)
+    teacher_speech._fade(clip)
     assert clip[0] == clip[-1] == 0
     assert (np.diff(clip[:120]) >= 0).all() and (np.diff(clip[-120:]) <= 0).all()
     assert (clip[120:-120] == 1000).all()
@@ -282,12 +282,12 @@ def packed(tmp_path: Path) -> list[Path]:
     (folder / "weights.bin").write_bytes(np.random.default_rng(0).bytes(5000))
     (folder / "NOTICE").write_text("Apache-2.0")
     parts = [tmp_path / "one", tmp_path / "two"]
-    teacher.pack([folder], "teacher", parts)
+    teacher_files.pack([folder], "teacher", parts)
     return parts
 
 
 def test_archives_come_back_as_they_were(tmp_path: Path, packed: list[Path]) -> None:
-    teacher.unpack(packed, tmp_path / "out")
+    teacher_files.unpack(packed, tmp_path / "out")
     for name in ("weights.bin", "NOTICE"):
         made = (tmp_path / "out/teacher" / name).read_bytes()
         assert made == (tmp_path / "teacher" / name).read_bytes()
@@ -303,32 +303,37 @@ def test_a_damaged_archive_is_named_and_not_extracted(tmp_path: Path, packed: li
     with pytest.raises(
         SystemExit, match=r"teacher\.tar\.xz\.2of2.*do not match the checksum of teach"
     ):
-        teacher.unpack(packed, tmp_path / "out")
+        teacher_files.unpack(packed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_part_is_an_error(tmp_path: Path, packed: list[Path]) -> None:
     with pytest.raises(SystemExit, match="do not match the checksum of teacher"):
-        teacher.unpack(packed[:1], tmp_path / "out")
+        teacher_files.unpack(packed[:1], tmp_path / "out")
     with pytest.raises(SystemExit, match="no packed archives"):
-        teacher.unpack([tmp_path / "teacher"], tmp_path / "out")
+        teacher_files.unpack([tmp_path / "teacher"], tmp_path / "out")
 
 
 def test_weights_are_dequantised(tmp_path: Path) -> None:
     values = np.array([[0, 128, 255], [1, 2, 3]], np.uint8)
     zero, scale = np.array([[128], [2]], np.uint8), np.array([[0.5], [2.0]], np.float32)
-    state = {"layer.weight": teacher.Quantized(values, zero, scale), "bias": np.ones(3, np.float32)}
-    teacher.save_weights(state, tmp_path / "weights.npz")
-    loaded = teacher.load_weights(tmp_path / "weights.npz")
+    state = {
+        "layer.weight": teacher_files.Quantized(values, zero, scale),
+        "bias": np.ones(3, np.float32),
+    }
+    teacher_files.save_weights(state, tmp_path / "weights.npz")
+    loaded = teacher_files.load_weights(tmp_path / "weights.npz")
     assert set(loaded) == {"layer.weight", "bias"}
     assert loaded["layer.weight"].tolist() == [[-64.0, 0.0, 63.5], [-2.0, 0.0, 2.0]]
     assert loaded["bias"].tolist() == [1.0, 1.0, 1.0]
 
 
 def test_names_and_gates_of_the_graph() -> None:
-    assert teacher._module_path("/encoder/F0.1/conv1/Conv") == "predictor.F0.1.conv1"
-    assert teacher._module_path("/decoder/decoder/encode/conv1/Conv") == "decoder.encode.conv1"
+    assert teacher_files._module_path("/encoder/F0.1/conv1/Conv") == "predictor.F0.1.conv1"
+    assert (
+        teacher_files._module_path("/decoder/decoder/encode/conv1/Conv") == "decoder.encode.conv1"
+    )
     shared = "/encoder/bert/encoder/albert_layer_groups.0/albert_layers.0/ffn_3/MatMul"
-    assert teacher._module_path(shared).endswith("albert_layers.0.ffn")
+    assert teacher_files._module_path(shared).endswith("albert_layers.0.ffn")
     gates = np.arange(8).reshape(8, 1)  # i i o o f f c c
-    assert teacher._torch_gates(gates)[:, 0].tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
+    assert teacher_files._torch_gates(gates)[:, 0].tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
