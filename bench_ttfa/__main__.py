@@ -56,7 +56,7 @@ interrupted (Ctrl-C) tells the levels it has completed.
 No text is ever said twice. Read no latency without the continuity (C50, C100) below it. Under the
 tables each level has a waterfall: the stages of its turns on the server, so that a figure can be
 explained. What each figure means is in the JSON file, under "definitions". Beside it comes a plot
-(PNG), where matplotlib is installed: pip install 'plosive[bench]'.
+(PNG), where matplotlib is installed: pip install -e '.[bench]'.
 """
 _OPEN_LOOP_SLOTS = 16
 _PACED_S = 20.0
@@ -200,7 +200,7 @@ def _tell(summary: dict[str, Any], directory: Path) -> int:
         plot(summary, picture)
         print(picture)
     else:
-        print("no plot: matplotlib is not installed (pip install 'plosive[bench]')")
+        print("no plot: matplotlib is not installed (pip install -e '.[bench]')")
     turns = [turn for level in summary["levels"] for turn in level["turns"]]
     return 1 if all(turn["error"] for turn in turns) else 0
 

@@ -21,7 +21,7 @@ class Device(Protocol):
 
 
 class SoundCard:
-    """An output of this machine, through sounddevice: `pip install plosive[audio]`.
+    """An output of this machine, through sounddevice: `pip install -e ".[audio]"`.
 
     `name` is a device's number or a part of its name; None is the default one.
     """
@@ -106,6 +106,6 @@ def load_sounddevice() -> Any:
         import sounddevice
     except ImportError as error:
         raise OSError(
-            "sounddevice is not installed; to play audio: pip install 'plosive[audio]'"
+            'sounddevice is not installed; in a clone of Plosive: pip install -e ".[audio]"'
         ) from error
     return sounddevice

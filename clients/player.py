@@ -22,7 +22,7 @@ class Player:
     """A loudspeaker for a session: turns are played one after another, in the order of `play`.
 
     Args:
-        device: None is the default output of this machine (needs `pip install 'plosive[audio]'`).
+        device: None is the default output of this machine (needs `pip install -e ".[audio]"`).
         buffer_ms: audio that must be there before a turn begins to sound. More of it bridges a
             worse network; all of it is added to the time to the first sound.
 

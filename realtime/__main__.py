@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(
             f"plosive: the package {error.name!r} is missing, which a server needs; "
-            'install it with: pip install "plosive[server]" (from a checkout: pip install ".[server]")',
+            'in a clone of Plosive: pip install -e ".[server]"',
             file=sys.stderr,
         )
         return 1

@@ -30,4 +30,4 @@ def test_client_commands_need_no_server_package(command: str) -> None:
 def test_serve_says_how_to_install_what_is_missing() -> None:
     result = plosive("serve", "--port", "0")
     assert result.returncode == 1
-    assert "plosive[server]" in result.stderr and "Traceback" not in result.stderr
+    assert 'pip install -e ".[server]"' in result.stderr and "Traceback" not in result.stderr

@@ -27,25 +27,36 @@ def load(name: str) -> types.ModuleType:
     return module
 
 
+async def run_06(url: str, path: Path, status: int) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(EXAMPLES / "06_pipecat_agent.py"),
+        url,
+        str(path),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == status, output.decode()
+    return output.decode()
+
+
 async def test_06_pipecat_agent(tmp_path) -> None:
     pytest.importorskip("pipecat")
     path = tmp_path / "agent.wav"
     async with scripted_server(speaker) as server, asyncio.timeout(TIMEOUT_S):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(EXAMPLES / "06_pipecat_agent.py"),
-            server.url,
-            str(path),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        output, _ = await process.communicate()
-    assert process.returncode == 0, output.decode()
-    assert b"cancelled: " in output
+        assert "cancelled: " in await run_06(server.url, path, status=0)
     assert any(isinstance(message, TurnCancel) for message in server.received)
     with wave.open(str(path)) as recorded:
         assert recorded.getnframes() > 2 * 5 * PACKET_SAMPLES  # "Sorry. My name is Plosive."
+
+
+async def test_06_without_a_server_ends_with_a_sentence(tmp_path) -> None:
+    pytest.importorskip("pipecat")
+    async with asyncio.timeout(TIMEOUT_S):
+        output = await run_06("http://127.0.0.1:9", tmp_path / "agent.wav", status=1)
+    assert output.splitlines()[-1].endswith("connection refused. Is the server up?")
 
 
 async def test_07_livekit_agent() -> None:

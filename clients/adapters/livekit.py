@@ -1,4 +1,4 @@
-"""Plosive in a LiveKit agent: `pip install 'plosive[livekit]'`.
+"""Plosive in a LiveKit agent: `pip install -e ".[livekit]"` in a clone.
 
 from clients.adapters.livekit import TTS
 

@@ -1,4 +1,4 @@
-"""Plosive in a Pipecat pipeline: `pip install 'plosive[pipecat]'`.
+"""Plosive in a Pipecat pipeline: `pip install -e ".[pipecat]"` in a clone.
 
 from clients.adapters.pipecat import PlosiveTTSService
 

@@ -2,7 +2,7 @@
 
 It listens for loudness only; put your speech recognition and your language model into `answer`.
 Wear headphones, or it will interrupt itself. Needs a server, `plosive serve`, and
-`pip install 'plosive[audio]'`.
+`pip install -e ".[audio]"`.
 
     python clients/examples/05_microphone.py [URL]
 """

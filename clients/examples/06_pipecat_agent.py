@@ -1,7 +1,7 @@
 """A Pipecat pipeline that speaks with Plosive: a reply, a barge-in and a second reply, into a file.
 
 `Writer` stands where a real agent has its speech recognition and language model, `Recorder` where
-it has `transport.output()`. Needs a server, `plosive serve`, and `pip install 'plosive[pipecat]'`.
+it has `transport.output()`. Needs a server, `plosive serve`, and `pip install -e ".[pipecat]"`.
 
     python clients/examples/06_pipecat_agent.py [URL] [FILE]
 """
@@ -10,23 +10,27 @@ import asyncio
 import sys
 import wave
 
-from pipecat.frames.frames import (
-    EndFrame,
-    Frame,
-    InterruptionFrame,
-    LLMFullResponseEndFrame,
-    LLMFullResponseStartFrame,
-    LLMTextFrame,
-    TranscriptionFrame,
-    TTSAudioRawFrame,
-    TTSStoppedFrame,
-)
-from pipecat.pipeline.pipeline import Pipeline
-from pipecat.pipeline.worker import PipelineParams, PipelineWorker
-from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
-from pipecat.workers.runner import WorkerRunner
+try:
+    from pipecat.frames.frames import (
+        EndFrame,
+        ErrorFrame,
+        Frame,
+        InterruptionFrame,
+        LLMFullResponseEndFrame,
+        LLMFullResponseStartFrame,
+        LLMTextFrame,
+        TranscriptionFrame,
+        TTSAudioRawFrame,
+        TTSStoppedFrame,
+    )
+    from pipecat.pipeline.pipeline import Pipeline
+    from pipecat.pipeline.worker import PipelineParams, PipelineWorker
+    from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+    from pipecat.workers.runner import WorkerRunner
 
-from clients.adapters.pipecat import PlosiveTTSService
+    from clients.adapters.pipecat import PlosiveTTSService
+except ModuleNotFoundError:
+    sys.exit('Pipecat is not installed; in a clone of Plosive: pip install -e ".[pipecat]"')
 
 SAMPLE_RATE_HZ = 24_000
 REPLIES = {
@@ -95,9 +99,19 @@ async def main(url: str, path: str) -> None:
         await recorder.ended.wait()
         await worker.queue_frame(EndFrame())
 
+    errors: list[str] = []
+
+    @worker.event_handler("on_pipeline_error")
+    async def on_error(worker: PipelineWorker, frame: ErrorFrame) -> None:
+        errors.append(frame.error)
+        recorder.began.set()  # nothing is waited for any more
+        recorder.ended.set()
+
     runner = WorkerRunner()
     await runner.add_workers(worker)
     await runner.run()
+    if errors:
+        sys.exit(errors[0])
     print(f"saved {path}")
 
 

@@ -1,16 +1,20 @@
 """A LiveKit agent that speaks with Plosive.
 
 Add `stt=`, `llm=` and `vad=` for one that listens. Needs a LiveKit server (LIVEKIT_URL and its
-keys), a Plosive server, `plosive serve`, and `pip install 'plosive[livekit]'`.
+keys), a Plosive server, `plosive serve`, and `pip install -e ".[livekit]"`.
 
     python clients/examples/07_livekit_agent.py dev
 """
 
 import os
+import sys
 
-from livekit.agents import Agent, AgentServer, AgentSession, JobContext, cli
+try:
+    from livekit.agents import Agent, AgentServer, AgentSession, JobContext, cli
 
-from clients.adapters.livekit import TTS
+    from clients.adapters.livekit import TTS
+except ModuleNotFoundError:
+    sys.exit('LiveKit is not installed; in a clone of Plosive: pip install -e ".[livekit]"')
 
 server = AgentServer()
 

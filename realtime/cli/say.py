@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help=f"save the audio ({', '.join(SUFFIXES)}) "
-        "instead of playing it (which needs sounddevice: pip install 'plosive[audio]')",
+        "instead of playing it (which needs sounddevice: pip install -e '.[audio]')",
     )
     parser.add_argument(
         "--url",

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import os
+import re
 import sys
 import types
 from collections.abc import AsyncIterator
@@ -63,7 +64,27 @@ async def test_05_without_a_sound_output_says_so_in_one_line() -> None:
     async with scripted_server(talker) as server:
         path = str(EXAMPLES / "05_microphone.py")
         output = await run("-c", without + run_it, path, server.url, status=1)
-    assert output.count("\n") == 1 and "pip install 'plosive[audio]'" in output
+    assert output.count("\n") == 1 and 'pip install -e ".[audio]"' in output
+
+
+@pytest.mark.parametrize(
+    ("name", "framework"), [("06_pipecat_agent", "pipecat"), ("07_livekit_agent", "livekit")]
+)
+async def test_agents_without_their_framework_say_so_in_one_line(name, framework) -> None:
+    without = f"import sys, runpy; sys.modules[{framework!r}] = None; sys.argv = sys.argv[1:]\n"
+    run_it = "runpy.run_path(sys.argv[0], run_name='__main__')"
+    output = await run("-c", without + run_it, str(EXAMPLES / f"{name}.py"), status=1)
+    assert output.count("\n") == 1
+    assert f'is not installed; in a clone of Plosive: pip install -e ".[{framework}]"' in output
+
+
+def test_nothing_is_said_to_be_on_an_index() -> None:
+    """Plosive is installed from a clone; a name on an index would be somebody else's."""
+    folders = [ROOT / name for name in ("realtime", "clients", "model", "ops", "bench_ttfa")]
+    sources = [ROOT / "README.md", *(path for f in folders for path in f.rglob("*.py"))]
+    index = re.compile(r"pip install\s+(-U\s+)?['\"]?plosive\b")
+    named = [str(path) for path in sources if index.search(path.read_text("utf-8"))]
+    assert len(sources) > 100 and not named
 
 
 async def test_04_two_voices(tmp_path) -> None:

@@ -270,7 +270,7 @@ async def test_leaving_the_block_stops_what_plays() -> None:
 async def test_no_sounddevice_is_one_sentence(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "sounddevice", None)
     async with scripted_server(talker) as server, connect(server.url) as session:
-        with pytest.raises(OSError, match=r"pip install 'plosive\[audio\]'"):
+        with pytest.raises(OSError, match=r'pip install -e "\.\[audio\]"'):
             async with Player(session):
                 pass
 
