@@ -22,13 +22,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,17 +33,17 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from model.embedded.recipe.teacher import SAMPLE_RATE_HZ, write_wav
+from model.embedded.recipe.figures import Measured, report
+from model.embedded.recipe.teacher import write_wav
+from model.embedded.recipe.teacher_speech import SAMPLE_RATE_HZ
+from model.embedded.recipe.word_errors import all_readings, best_alignment, has_repeats
 
 METRIC_RATE_HZ = 16_000
 SILENT_PEAK = 0.01
 AUDIBLE_SHARE = 0.05
 PHONEMES_PER_SECOND = 18.0
-NUM_BOOTSTRAP = 2_000
-MAX_READINGS = 64
 
 Samples = npt.NDArray[np.float32]
-Words = list[str]
 
 
 # --- texts ---------------------------------------------------------------------------------------
@@ -71,185 +68,7 @@ def read_texts(path: Path) -> list[Text]:
     return texts
 
 
-SAME_WORD = {
-    "mr": "mister",
-    "mrs": "missus",
-    "ms": "miss",
-    "dr": "doctor",
-    "prof": "professor",
-    "ok": "okay",
-    "alright": "all right",
-    "neighbour": "neighbor",
-    "harbour": "harbor",
-    "theatre": "theater",
-    "grey": "gray",
-    "colour": "color",
-    "favourite": "favorite",
-    "honour": "honor",
-    "kilometres": "kilometers",
-    "cheque": "check",
-    "goodbye": "good bye",
-    "whilst": "while",
-    "programme": "program",
-    "travelled": "traveled",
-    "percents": "percent",
-    "street": "st",
-    "st": "st",
-    "road": "rd",
-    "rd": "rd",
-    "avenue": "ave",
-    "gonna": "going to",
-    "ya": "you",
-}
-
-
-def _cardinal(value: int) -> Words:
-    from sanotts.nano_g2p import cardinal_words
-
-    return str(cardinal_words(value)).replace("-", " ").replace(",", "").split()
-
-
-def _ordinal(value: int) -> Words:
-    from sanotts.nano_g2p import ordinal_words
-
-    return str(ordinal_words(value)).replace("-", " ").split()
-
-
-def _pair(value: str) -> Words:
-    """Two digits as in years and times: 05 is "oh five"."""
-    if value == "00":
-        return ["hundred"]
-    return ["oh", *_cardinal(int(value))] if value[0] == "0" else _cardinal(int(value))
-
-
-def _decimal(whole: str, digits: str) -> Words:
-    return [*_cardinal(int(whole)), "point", *(w for d in digits for w in _cardinal(int(d)))]
-
-
-def _readings(token: str) -> list[Words]:
-    """The usual ways to read a token with digits."""
-    if match := re.fullmatch(r"\$([\d,]+)(?:\.(\d\d))?", token):
-        dollars = [*_cardinal(int(match[1].replace(",", ""))), "dollars"]
-        return [dollars + ([*_cardinal(int(match[2])), "cents"] if match[2] else [])]
-    if match := re.fullmatch(r"(\d+):(\d\d)", token):
-        hour = _cardinal(int(match[1]))
-        return [hour, [*hour, "o'clock"]] if match[2] == "00" else [hour + _pair(match[2])]
-    if match := re.fullmatch(r"(\d{1,2})\.(\d\d)", token):
-        return [*_readings(f"{match[1]}:{match[2]}"), _decimal(match[1], match[2])]
-    if match := re.fullmatch(r"(\d+)(st|nd|rd|th)", token):
-        return [_ordinal(int(match[1]))]
-    if match := re.fullmatch(r"(\d[\d,.]*)%", token):
-        return [[*words, "percent"] for words in _readings(match[1])]
-    if match := re.fullmatch(r"(\d+)\.(\d+)", token):
-        return [_decimal(match[1], match[2])]
-    if re.fullmatch(r"\d[\d,]*", token):
-        plain = token.replace(",", "")
-        spelled = [word for digit in plain for word in _cardinal(int(digit))]
-        if len(plain) > 6:
-            return [spelled]
-        readings = [_cardinal(int(plain)), spelled, _ordinal(int(plain))]
-        if len(plain) in (3, 4):
-            readings.append(_cardinal(int(plain[:-2])) + _pair(plain[-2:]))
-        return readings
-    pieces = re.findall(r"\d+|[a-z']+", token)
-    return [[word for p in pieces for word in (_readings(p)[0] if p[0].isdigit() else [p])]]
-
-
-def _normal(words: Words) -> Words:
-    same = (SAME_WORD.get(word, word).split() for word in words)
-    return [word for word in itertools.chain.from_iterable(same) if word != "and"]
-
-
-def all_readings(text: str) -> list[Words]:
-    """The word sequences that a written text may stand for, at most `MAX_READINGS`."""
-    text = text.lower().replace("\u2019", "'").replace("a.m.", "am").replace("p.m.", "pm")
-    text = re.sub(r"(?<=\d)-(?=\d)", " ", text).replace("-", " ").replace("&", " and ")
-    options: list[list[Words]] = []
-    for token in re.findall(r"[$\w',.:%]+", text):
-        token = token.strip("',.:")
-        if any(char.isdigit() for char in token):
-            options.append([_normal(words) for words in _readings(token)])
-        elif word := re.sub(r"[^a-z']", "", token):
-            options.append([_normal([word])])
-        if token == "%":
-            options.append([["percent"]])
-    return [
-        list(itertools.chain.from_iterable(choice))
-        for choice in itertools.islice(itertools.product(*options), MAX_READINGS)
-    ]
-
-
-class Alignment(NamedTuple):
-    """Word errors of a hypothesis, and how many reference words at the end have no counterpart."""
-
-    num_errors: int
-    num_words: int
-    num_lost_at_end: int
-
-
-def align(reference: Words, hypothesis: Words) -> Alignment:
-    rows, columns = len(reference) + 1, len(hypothesis) + 1
-    cost = np.zeros((rows, columns), np.int32)
-    cost[:, 0], cost[0] = np.arange(rows), np.arange(columns)
-    for i, word in enumerate(reference, start=1):
-        for j, other in enumerate(hypothesis, start=1):
-            best = min(cost[i - 1, j - 1] + (word != other), cost[i - 1, j] + 1, cost[i, j - 1] + 1)
-            # "knock down" and "knockdown" are the same words.
-            if i > 1 and reference[i - 2] + word == other:
-                best = min(best, cost[i - 2, j - 1])
-            if j > 1 and hypothesis[j - 2] + other == word:
-                best = min(best, cost[i - 1, j - 2])
-            cost[i, j] = best
-    i, j, lost = len(reference), len(hypothesis), 0
-    while i > 0 and cost[i, j] == cost[i - 1, j] + 1:
-        i, lost = i - 1, lost + 1
-    return Alignment(int(cost[-1, -1]), len(reference), lost)
-
-
-def best_alignment(spoken: str, heard: str) -> tuple[Alignment, Words]:
-    references = all_readings(spoken)
-    pairs = itertools.product(references, all_readings(heard))
-    return min(
-        ((align(reference, words), words) for reference, words in pairs),
-        key=lambda result: result[0].num_errors,
-    )
-
-
-def has_repeats(reference: Words, hypothesis: Words) -> bool:
-    """Whether two words or more are heard twice in a row that the text has once."""
-
-    def repeats(words: Words) -> set[tuple[str, ...]]:
-        return {
-            tuple(words[start : start + size])
-            for size in range(2, 7)
-            for start in range(len(words) - 2 * size + 1)
-            if words[start : start + size] == words[start + size : start + 2 * size]
-        }
-
-    return bool(repeats(hypothesis) - repeats(reference))
-
-
 # --- one clip ------------------------------------------------------------------------------------
-
-
-@dataclass
-class Measured:
-    """All that is known about one clip."""
-
-    voice: str
-    row: int
-    category: str
-    text: str
-    heard: str = ""
-    num_errors: int = 0
-    num_words: int = 0
-    duration_s: float = 0.0
-    lead_ms: float = 0.0
-    distill_mos: float = float("nan")
-    dnsmos: float = float("nan")
-    nearest: str = ""
-    cosine: float = float("nan")
-    faults: list[str] = field(default_factory=list)
 
 
 def read_wav(path: Path) -> Samples:
@@ -377,78 +196,6 @@ def measure(
 # --- many clips ----------------------------------------------------------------------------------
 
 
-class Figure(NamedTuple):
-    """A value with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __format__(self, spec: str) -> str:
-        if np.isnan(self.value):
-            return "-"
-        return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
-
-
-def bootstrap(
-    values: Sequence[float], weights: Sequence[float] | None = None, seed: int = 0
-) -> Figure:
-    """Sum of values over sum of weights (the mean without weights), resampling clips."""
-    over = np.asarray(values, np.float64)
-    under = np.ones_like(over) if weights is None else np.asarray(weights, np.float64)
-    known = ~np.isnan(over)
-    over, under = over[known], under[known]
-    if not len(over):
-        return Figure(float("nan"), float("nan"), float("nan"))
-    index = np.random.default_rng(seed).integers(len(over), size=(NUM_BOOTSTRAP, len(over)))
-    ratios = over[index].sum(1) / np.maximum(under[index].sum(1), 1e-9)
-    low, high = np.percentile(ratios, [2.5, 97.5])
-    return Figure(float(over.sum() / max(under.sum(), 1e-9)), float(low), float(high))
-
-
-FAULTS = ("silent", "runaway", "truncated", "repeated")
-
-
-def summarize(clips: Sequence[Measured]) -> dict[str, Any]:
-    voiced = [clip for clip in clips if clip.nearest]
-    return {
-        "num_clips": len(clips),
-        "wer_percent": bootstrap(
-            [100.0 * clip.num_errors for clip in clips], [clip.num_words for clip in clips]
-        ),
-        "distill_mos": bootstrap([clip.distill_mos for clip in clips]),
-        "dnsmos_ovrl": bootstrap([clip.dnsmos for clip in clips]),
-        "nearest_percent": bootstrap([100.0 * (c.nearest == c.voice) for c in voiced]),
-        "cosine": bootstrap([clip.cosine for clip in voiced]),
-        "lead_ms_median": float(np.median([clip.lead_ms for clip in clips])) if clips else 0.0,
-        "faults": {fault: sum(fault in clip.faults for clip in clips) for fault in FAULTS},
-        "num_faulty": sum(bool(clip.faults) for clip in clips),
-        "audio_s": sum(clip.duration_s for clip in clips),
-    }
-
-
-def print_table(summaries: dict[str, dict[str, Any]]) -> None:
-    print(
-        "| clips | n | WER % | DistillMOS | DNSMOS OVRL | nearest voice % | cosine |"
-        " lead ms, median | faults |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, s in summaries.items():
-        faults = ", ".join(f"{count} {fault}" for fault, count in s["faults"].items() if count)
-        cells = [
-            name,
-            str(s["num_clips"]),
-            f"{s['wer_percent']:.1f}",
-            f"{s['distill_mos']:.2f}",
-            f"{s['dnsmos_ovrl']:.2f}",
-            f"{s['nearest_percent']:.1f}",
-            f"{s['cosine']:.3f}",
-            f"{s['lead_ms_median']:.0f}",
-            f"{s['num_faulty']}" + (f" ({faults})" if faults else ""),
-        ]
-        print("| " + " | ".join(cells) + " |")
-
-
 def find_clips(folder: Path, voices: Sequence[str]) -> Iterator[tuple[str, int, Path]]:
     """(voice, row, path) of `folder/VOICE/ROW.wav`."""
     for path in sorted(folder.glob("*/*.wav")):
@@ -475,32 +222,6 @@ def evaluate_folder(args: argparse.Namespace) -> None:
         for voice, row, path in tqdm(jobs, unit="clip", mininterval=2.0)
     ]
     report(clips, args.out)
-
-
-def report(clips: Sequence[Measured], out: Path | None) -> None:
-    groups: dict[str, list[Measured]] = {"all": list(clips)}
-    for attribute in ("category", "voice"):
-        for clip in clips:
-            if name := getattr(clip, attribute):
-                groups.setdefault(name, []).append(clip)
-    summaries = {name: summarize(group) for name, group in groups.items()}
-    print_table(summaries)
-    worst = sorted(clips, key=lambda clip: clip.num_errors / max(1, clip.num_words), reverse=True)
-    for clip in [clip for clip in worst[:12] if clip.num_errors or clip.faults]:
-        marks = f" {clip.faults}" if clip.faults else ""
-        print(f"  {clip.voice}/{clip.row:04d}{marks}: {clip.text!r} heard as {clip.heard!r}")
-    if out:
-        figures = {
-            name: {
-                key: figure._asdict() if isinstance(figure, Figure) else figure
-                for key, figure in summary.items()
-            }
-            for name, summary in summaries.items()
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        data = {"summary": figures, "clips": [asdict(clip) for clip in clips]}
-        out.write_text(json.dumps(data, indent=1, ensure_ascii=False), encoding="utf-8")
-        print(f"-> {out}")
 
 
 def make_centroids(args: argparse.Namespace) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from model.embedded.recipe import corpus
-from model.embedded.recipe.corpus import Templates, key
+from model.embedded.recipe.corpus import key
+from model.embedded.recipe.templates import DIGITS, TEMPLATES_PATH, THINGS, Templates
 
 FAMILIAR = "He walked along the river until the lamps were lit."
 
@@ -25,9 +26,7 @@ def sources(tmp_path: Path) -> tuple[Path, Path]:
     """A dictionary and a collection of sayings in the layout of their Debian packages."""
     wordnet, fortunes = tmp_path / "wordnet", tmp_path / "fortunes"
     wordnet.mkdir(), fortunes.mkdir()
-    examples = [
-        f"the {noun} was {past} by them" for noun in corpus.THINGS for past in ("lost", "met")
-    ]
+    examples = [f"the {noun} was {past} by them" for noun in THINGS for past in ("lost", "met")]
     lines = [
         f'1 n 01 x | a thing; "{a}"; "{b}"'
         for a, b in zip(examples[::2], examples[1::2], strict=True)
@@ -90,7 +89,7 @@ def test_sentence() -> None:
 def test_sources(sources: tuple[Path, Path]) -> None:
     examples = list(corpus.wordnet_examples(sources[0]))
     assert examples[:2] == ["the order was lost by them", "the order was met by them"]
-    assert len(examples) == 2 * len(corpus.THINGS)
+    assert len(examples) == 2 * len(THINGS)
     assert [text for text in corpus.fortune_sentences(sources[1]) if text] == [
         FAMILIAR.rstrip("."),
         "Mister Smith saw it, and then he slept all day",
@@ -99,7 +98,7 @@ def test_sources(sources: tuple[Path, Path]) -> None:
 
 
 def test_templates_fill_every_slot() -> None:
-    templates = Templates(corpus.TEMPLATES_PATH, random.Random(0))
+    templates = Templates(TEMPLATES_PATH, random.Random(0))
     assert len(templates.templates) > 50
     for template in templates.templates:
         slots = re.findall(r"\{(\w+)\}", template)
@@ -117,7 +116,7 @@ def test_templates_vary_and_choose_every_alternative(tmp_path: Path) -> None:
     assert len(made) == len(set(made)) > 150
     assert {text.split()[0] for text in made} == {"One", "Two", "Three"}
     assert all(4 <= len(text.split()) - 1 <= 8 for text in made)
-    assert {word for text in made for word in text[:-1].split()[1:]} == set(corpus.DIGITS)
+    assert {word for text in made for word in text[:-1].split()[1:]} == set(DIGITS)
 
 
 def test_unknown_slots_are_an_error(tmp_path: Path) -> None:

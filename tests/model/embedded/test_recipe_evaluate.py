@@ -11,15 +11,14 @@ import pytest
 
 from clients import ConnectionFailed, SessionError
 from model.embedded.recipe import evaluate
-from model.embedded.recipe.evaluate import (
-    METRIC_RATE_HZ,
-    Figure,
-    Measured,
-    Text,
+from model.embedded.recipe.evaluate import METRIC_RATE_HZ, Text
+from model.embedded.recipe.figures import Figure, Measured, bootstrap, report
+from model.embedded.recipe.word_errors import (
+    MAX_READINGS,
     align,
     all_readings,
     best_alignment,
-    bootstrap,
+    has_repeats,
 )
 
 
@@ -83,7 +82,7 @@ def test_another_number_is_an_error(written: str, spoken: str, count: int) -> No
 
 def test_readings_are_limited() -> None:
     text = " ".join(["1234"] * 12)
-    assert len(all_readings(text)) == evaluate.MAX_READINGS
+    assert len(all_readings(text)) == MAX_READINGS
     assert all_readings("") == [[]]
     assert all_readings("?!") == [[]]
 
@@ -117,7 +116,7 @@ def test_the_best_reading_decides() -> None:
 
 
 def repeats(text: str, heard: str) -> bool:
-    return evaluate.has_repeats(text.split(), heard.split())
+    return has_repeats(text.split(), heard.split())
 
 
 def test_repeats() -> None:
@@ -227,7 +226,7 @@ CLIPS = [
 
 
 def test_the_printed_table_and_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    evaluate.report(CLIPS, tmp_path / "new/figures.json")
+    report(CLIPS, tmp_path / "new/figures.json")
     lines = capsys.readouterr().out.splitlines()
     table = {}
     for line in lines:
