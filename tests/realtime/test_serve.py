@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
 from realtime import wire
 from realtime.cli.serve import bind, load_engine, memory_line
@@ -74,18 +74,25 @@ def process(
                 os.close(held_fd)
 
 
+@contextmanager
+def speaking(announced: dict[str, Any], text: str) -> Iterator[ClientConnection]:
+    """A client that has begun to hear the text."""
+    ws_url = announced["url"].replace("http", "ws") + wire.PATH
+    with connect(ws_url, subprotocols=[wire.SUBPROTOCOL], proxy=None) as client:
+        client.send(wire.encode(wire.SessionStart()))
+        client.send(wire.encode(wire.TextAppend(turn_id=1, text=text)))
+        client.send(wire.encode(wire.TurnCommit(turn_id=1)))
+        while not isinstance(client.recv(timeout=10), bytes):
+            pass
+        yield client
+
+
 def test_announce_serve_and_drain(tmp_path: Path) -> None:
     with process(tmp_path, frame_s=0.01) as (child, announced):
         url = announced["url"]
         assert httpx.get(url + "/ready", trust_env=False).json()["ready"]
         assert announced["ready_s"] > 0 and url.endswith(f":{announced['port']}")
-        ws_url = url.replace("http", "ws") + wire.PATH
-        with connect(ws_url, subprotocols=[wire.SUBPROTOCOL], proxy=None) as client:
-            client.send(wire.encode(wire.SessionStart()))
-            client.send(wire.encode(wire.TextAppend(turn_id=1, text="A few words to say. " * 5)))
-            client.send(wire.encode(wire.TurnCommit(turn_id=1)))
-            while not isinstance(client.recv(timeout=10), bytes):
-                pass
+        with speaking(announced, "A few words to say. " * 5) as client:
             child.send_signal(signal.SIGTERM)
             messages = []
             with pytest.raises(ConnectionClosed) as closed:
@@ -143,13 +150,7 @@ def test_it_outlives_no_parent_however_that_dies(tmp_path: Path) -> None:
 
 def test_a_second_signal_cuts_the_drain_short(tmp_path: Path) -> None:
     with process(tmp_path, frame_s=0.1) as (child, announced):
-        ws_url = announced["url"].replace("http", "ws") + wire.PATH
-        with connect(ws_url, subprotocols=[wire.SUBPROTOCOL], proxy=None) as client:
-            client.send(wire.encode(wire.SessionStart()))
-            client.send(wire.encode(wire.TextAppend(turn_id=1, text="A minute of words. " * 60)))
-            client.send(wire.encode(wire.TurnCommit(turn_id=1)))
-            while not isinstance(client.recv(timeout=10), bytes):
-                pass
+        with speaking(announced, "A minute of words. " * 60) as client:
             child.send_signal(signal.SIGINT)
             with pytest.raises(ConnectionClosed):
                 while True:

@@ -12,7 +12,7 @@ from realtime.cli.serve import bind
 from realtime.connection import BINARY, TEXT
 from realtime.websocket import PlosiveWebSocket, frame_header
 from realtime.wire import AudioFormat, AudioPacket, TurnDone
-from tests.realtime.support import Client, serving, session
+from tests.realtime.support import Client, make_engine, serving, session
 
 
 class Transport:
@@ -46,13 +46,15 @@ def test_headers_are_those_of_the_library(opcode: int, num_bytes: int) -> None:
 
 async def test_order_is_kept_between_a_full_and_an_empty_socket(tmp_path: Path) -> None:
     """Packets go past the writer's task while the client reads, and through it while it does not."""
+    engine = make_engine(tmp_path)
+    water = {"high_water_ms": 100, "low_water_ms": 40}
     async with (
-        serving(tmp_path, high_water_ms=100, low_water_ms=40, write_stall_s=60.0) as served,
+        serving(tmp_path, engine, **water, write_stall_s=60.0) as served,
         session(served, format=AudioFormat(codec="pcm_s16le", sample_rate=48_000)) as client,
     ):
         await client.begin("a long sentence " * 40)
         seqs = [(await _next_packet(client)).seq for _ in range(20)]
-        await asyncio.sleep(0.3)  # the socket fills and the stream is paused
+        await asyncio.to_thread(engine.wait_until, lambda: any(b for _, b in engine.blocked))
         done = await client.until(TurnDone)
         seqs += [packet.seq for packet in client.heard.packets[20:]]
         assert seqs == list(range(done.metrics.num_packets))

@@ -5,12 +5,17 @@ import threading
 
 from realtime.errors import PlosiveError
 from realtime.pingpong.messages import (
+    CancelTurn,
+    CloseSlot,
     EndTurn,
+    FramePcm,
     OpenSlot,
     SamplingParams,
     SetText,
+    SlotClosed,
     SlotReady,
     SlotRef,
+    TurnEnd,
 )
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.tone import ToneConfig, ToneEngine
@@ -59,3 +64,22 @@ def say(engine, slot: SlotRef, turn_id: int, *texts: str) -> None:
     for segment, text in enumerate(texts):
         engine.submit(SetText(slot, turn_id, segment, text, is_closed=True))
     engine.submit(EndTurn(slot, turn_id, len(texts)))
+
+
+def check_stale_is_dropped(engine) -> None:
+    """A turn is cancelled while it is spoken and its text still comes; the next one is heard."""
+    recorder = Recorder()
+    engine.start(recorder)
+    slot = opened(engine, recorder, max_lead_ms=200)
+    say(engine, slot, 1, "word " * 200)
+    recorder.wait(FramePcm)
+    old, slot = slot, engine.slots.bump(slot)
+    engine.submit(SetText(old, 1, 1, "never spoken", is_closed=True))
+    engine.submit(CancelTurn(slot, 1, 0))
+    say(engine, slot, 2, "Now this.")
+    assert recorder.wait(TurnEnd).turn_id == 2
+    slot = engine.slots.bump(slot)
+    engine.submit(CloseSlot(slot))
+    engine.slots.release(recorder.wait(SlotClosed).slot)
+    assert engine.stats()["slots_active"] == 0
+    assert engine.slots.num_free == engine.info.num_slots

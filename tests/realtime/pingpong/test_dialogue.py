@@ -1,7 +1,6 @@
 """What a dialogue leaves in the KV: exactly what was said and heard, whatever was cancelled when."""
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -38,6 +37,7 @@ from tests.support.engine import (
     tiny_model,
     voice,
 )
+from tests.support.waiting import wait_until
 
 MAX_FRAMES = 8
 WORDS = ("hello.", "again.", "and so on,", "yes!", "a longer one, this.")
@@ -158,7 +158,7 @@ class Talk:
         num_heard = len(self._recorder.pcm(before, turn_id)) // self._engine.info.frame_samples
         self._is_settled = False
         self._engine.submit(CancelTurn(self.slot, turn_id, num_heard))
-        self._wait(lambda: self._is_settled)
+        wait_until(lambda: self._is_settled)
         # Whether all of it was made before it was cancelled is a matter of the moment. It does
         # matter if it made the context so long that it was shortened.
         num_frames = self._shortened_after.get(turn_id)
@@ -186,7 +186,7 @@ class Talk:
 
     def check(self) -> None:
         self.speak("so.")  # afterwards all that came before has been settled
-        self._wait(lambda: self._tenant.urgency() == NOTHING_TO_DO)
+        wait_until(lambda: self._tenant.urgency() == NOTHING_TO_DO)
         want = self.dialogue.kv()
         assert self._tenant.context_length == want.shape[3]
         got = self._engine._cache.read(0, want.shape[3])
@@ -220,12 +220,6 @@ class Talk:
         self._receive(message)
         if self._tenant.slot == self.slot and not self._tenant.is_decoding:
             self._is_settled = True
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        end_s = time.monotonic() + 30.0
-        while not is_done():
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
 
     def _listen(self, item: object) -> None:
         if isinstance(item, StepBuffer):
@@ -286,10 +280,7 @@ def test_a_text_without_room_is_told_of_once_however_often_it_grew() -> None:
         for num_words in range(20, 60, 10):
             text = "word " * num_words
             engine.submit(SetText(slot, 0, 0, text, is_closed=False))
-            deadline_s = time.monotonic() + 10.0
-            while engine._prefill._tenants[0].prepared != (text, False):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.001)
+            wait_until(lambda text=text: engine._prefill._tenants[0].prepared == (text, False))
         start_turn(engine, slot, 0, "word " * 60)
         end = recorder.wait(TurnEnd)
         warnings = [event.code for event in recorder.events if isinstance(event, EngineWarning)]

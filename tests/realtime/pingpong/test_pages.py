@@ -1,7 +1,6 @@
 """The engine on small pages, and on fewer of them than its slots could use."""
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ from tests.support.engine import (
     tiny_model,
     voice,
 )
-from tests.support.recorder import TIMEOUT_S
+from tests.support.waiting import wait_until
 
 PAGE = 8
 TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
@@ -48,13 +47,6 @@ def ask(engine: PingPongEngine, prompt: VoicePrompt, seed: int = 1) -> SlotRef:
     assert slot is not None
     engine.submit(OpenSlot(slot, (prompt,), "", sampling(seed), 600_000))
     return slot
-
-
-def wait_until(is_done: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + TIMEOUT_S
-    while not is_done():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
 
 
 def has_nothing_to_do(tenant: Tenant) -> bool:

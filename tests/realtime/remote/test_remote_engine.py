@@ -9,7 +9,6 @@ import pytest
 
 from realtime.errors import EngineError, PlosiveError, VoiceError
 from realtime.pingpong.messages import (
-    CancelTurn,
     CloseSlot,
     Event,
     FramePcm,
@@ -24,6 +23,7 @@ from realtime.remote.engine import MAX_WAITING_COMMANDS, RemoteEngine
 from realtime.remote.process import Call
 from tests.support.recorder import Recorder
 from tests.support.tones import (
+    check_stale_is_dropped,
     fall_over,
     load_forever,
     make_slow_tone,
@@ -70,20 +70,7 @@ def test_its_threads_share_the_interpreter_as_those_of_the_server_do() -> None:
 
 
 def test_what_is_stale_is_dropped_over_there_too(remote: RemoteEngine) -> None:
-    recorder = Recorder()
-    remote.start(recorder)
-    slot = opened(remote, recorder, max_lead_ms=200)
-    say(remote, slot, 1, "word " * 200)
-    recorder.wait(FramePcm)
-    old, slot = slot, remote.slots.bump(slot)
-    remote.submit(SetText(old, 1, 1, "never spoken", is_closed=True))
-    remote.submit(CancelTurn(slot, 1, 0))
-    say(remote, slot, 2, "Now this.")
-    assert recorder.wait(TurnEnd).turn_id == 2
-    slot = remote.slots.bump(slot)
-    remote.submit(CloseSlot(slot))
-    remote.slots.release(recorder.wait(SlotClosed).slot)
-    assert remote.stats()["slots_active"] == 0
+    check_stale_is_dropped(remote)
 
 
 def test_calls_return_and_raise(remote: RemoteEngine) -> None:
