@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 from realtime.errors import PlosiveError
 from realtime.wire import OPUS_SAMPLE_RATES_HZ, PACKET_MS
 
-# Measured on speech at 24 kHz with libopus 1.6.1 (WB-PESQ / encode time per 20 ms packet):
-#   bitrate   audio, complexity 5   audio, 9        voip, 9         restricted_lowdelay, 9
-#   24 kb/s   4.38 /  99 us         4.21 / 137 us   4.37 / 137 us   3.34 / 45 us
-#   32 kb/s   4.45 /  99 us         4.49 / 138 us   4.43 / 139 us   3.53 / 47 us
-#   48 kb/s   4.36 / 101 us         4.57 / 139 us   4.50 / 139 us   3.89 / 49 us
+# Measured on speech of the embedded voice at 24 kHz with libopus 1.6.1 (20 clips: DistillMOS, 4.20
+# without Opus / kb/s spent / encode time per 20 ms packet):
+#   bitrate   signal voice, complexity 5   signal auto, 5         signal auto, 7
+#   32 kb/s   3.89 / 31 / 99 us            4.12 / 37 / 37 us
+#   64 kb/s   4.06 / 62 / 112 us           4.18 / 73 / 37 us      4.16 / 70 / 51 us
+# "Voice" forces the hybrid mode at these rates; left to itself libopus takes MDCT from 24 kb/s on
+# and the speech modes below.
 # `restricted_lowdelay` has 2.5 ms of look-ahead instead of 6.5 ms. That buys nothing here: a model
 # frame is longer than a packet, so the first packet leaves after the first frame either way.
-# Complexity 5 is the knee: nearly the quality of 9 for 0.5 % of a core per stream.
 _APPLICATION = "audio"
 _COMPLEXITY = 5
 _MAX_PACKET_BYTES = 1276  # of one Opus frame (RFC 6716, section 3.4), table-of-contents included
@@ -41,7 +42,7 @@ class OpusUnavailable(PlosiveError):
 class OpusEncoder:
     """One mono stream of 20 ms packets. Not thread-safe; create and use it on one thread.
 
-    VBR, speech-tuned. Neither in-band FEC nor DTX: over TCP the first is wasted bits, and the
+    VBR, its mode chosen by libopus. Neither in-band FEC nor DTX: over TCP the first is wasted bits, and the
     second makes gaps that players take for underruns.
     """
 
@@ -60,7 +61,6 @@ class OpusEncoder:
         self._set(opuslib.SET_COMPLEXITY_REQUEST, _COMPLEXITY)
         self._set(opuslib.SET_VBR_REQUEST, 1)
         self._set(opuslib.SET_VBR_CONSTRAINT_REQUEST, 0)
-        self._set(opuslib.SET_SIGNAL_REQUEST, opuslib.SIGNAL_VOICE)
         self._reset_request: int = opuslib.RESET_STATE
         self.pre_skip_samples: int = self._encoder.lookahead
 

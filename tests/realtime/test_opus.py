@@ -92,6 +92,24 @@ def test_bitrate_is_kept() -> None:
         assert sum(sizes) * 8 / 2.0 == pytest.approx(bitrate, rel=0.25)
 
 
+def voiced(num_samples: int) -> np.ndarray:
+    """A gliding tone with harmonics, f32 at 24 kHz, as loud as speech."""
+    t_s = np.arange(num_samples) / 24_000
+    phase = 2 * np.pi * (120 + 20 * t_s) * t_s
+    return (0.1 * sum(np.sin(k * phase) / k for k in range(1, 20))).astype(np.float32)
+
+
+@pytest.mark.parametrize("bitrate", [32_000, 64_000])
+def test_the_waveform_is_kept(bitrate: int) -> None:
+    """The MDCT mode, which codes the waveform: the speech modes reach 10 dB here."""
+    encoder, speech = OpusEncoder(24_000, bitrate), voiced(48_000)
+    packets = [encoder.encode(part) for part in speech.reshape(-1, encoder.packet_samples)]
+    assert {packet[0] >> 3 for packet in packets} == {27}  # RFC 6716: CELT, 12 kHz wide, 20 ms
+    got, skip = opus_decode(packets, 24_000), encoder.pre_skip_samples
+    error = got[skip + 4800 :] - speech[4800 : len(got) - skip]
+    assert 10 * np.log10(np.mean(speech**2) / np.mean(error**2)) > 18
+
+
 def test_encoders_run_in_parallel_threads() -> None:
     rng = np.random.default_rng(0)
     pcm = rng.uniform(-0.3, 0.3, (50, 480)).astype(np.float32)
