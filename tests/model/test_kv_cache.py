@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from model.dual_ar import DualAR
-from model.kv_cache import KVCache
+from model.kv_cache import KVCache, KvFormat
 from model.pages import PageTable
 from model.sampling import SamplingParams
+from ops.fp8_rows import Fp8Rows, dequantized
 from tests.model.small_model import decode, enter, make_random_model, random_prompt
 
 NUM_SLOTS = 3
@@ -27,11 +28,23 @@ def model() -> DualAR:
     return make_random_model()
 
 
-def paged(model: DualAR, page_size: int, *, spare: int = 5) -> KVCache:
+@pytest.fixture(scope="module", params=["bf16", "fp8"])
+def kv_format(request) -> KvFormat:
+    """Here "bf16" is fp32, the model's dtype."""
+    return request.param
+
+
+def paged(model: DualAR, page_size: int, kv_format: KvFormat = "bf16") -> KVCache:
     """Pages in random order, more than needed, all of them poisoned."""
-    num_pages = 1 + NUM_SLOTS * -(-256 // page_size) + spare
-    cache = model.new_cache(NUM_SLOTS, 256, page_size=page_size, num_pages=num_pages)
-    cache.kv.fill_(torch.nan)
+    num_pages = 1 + NUM_SLOTS * -(-256 // page_size) + 5
+    cache = model.new_cache(
+        NUM_SLOTS, 256, page_size=page_size, num_pages=num_pages, kv_format=kv_format
+    )
+    if isinstance(cache.kv, Fp8Rows):
+        cache.kv.data.view(torch.uint8).fill_(0x7F)
+        cache.kv.scale.fill_(torch.nan)
+    else:
+        cache.kv.fill_(torch.nan)
     pages = random.Random(page_size).sample(range(1, num_pages), num_pages - 1)
     for slot in range(NUM_SLOTS):
         cache.assign(slot, pages[slot * cache.max_pages : (slot + 1) * cache.max_pages])
@@ -49,17 +62,17 @@ def speak(model: DualAR, cache: KVCache, slots: list[int], chunk: int | None = N
 
 
 @pytest.fixture(scope="module")
-def want(model) -> tuple[Tensor, list[Tensor]]:
+def want(model, kv_format) -> tuple[Tensor, list[Tensor]]:
     with torch.inference_mode():
-        cache = model.new_cache(NUM_SLOTS, 256)
+        cache = model.new_cache(NUM_SLOTS, 256, kv_format=kv_format)
         codes = speak(model, cache, [2, 0, 1])
         return codes, [cache.read(slot, 30 + 21 * slot + 11) for slot in range(NUM_SLOTS)]
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 32, 100])
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_any_page_size_gives_the_same_bits(model, want, page_size, chunk):
-    cache = paged(model, page_size)
+def test_any_page_size_gives_the_same_bits(model, kv_format, want, page_size, chunk):
+    cache = paged(model, page_size, kv_format)
     codes = speak(model, cache, [2, 0, 1], chunk)
     assert torch.equal(codes, want[0])
     if chunk is None:  # else other shapes are multiplied and the last bits differ
@@ -67,27 +80,28 @@ def test_any_page_size_gives_the_same_bits(model, want, page_size, chunk):
             assert torch.equal(cache.read(slot, want[1][slot].shape[3]), want[1][slot])
 
 
-def test_a_slot_alone_equals_the_slot_beside_neighbours_on_pages(model, want):
+def test_a_slot_alone_equals_the_slot_beside_neighbours_on_pages(model, kv_format, want):
     for row, slot in enumerate([2, 0, 1]):
-        assert torch.equal(speak(model, paged(model, 8), [slot])[:, 0], want[0][:, row])
+        alone = speak(model, paged(model, 8, kv_format), [slot])[:, 0]
+        assert torch.equal(alone, want[0][:, row])
 
 
-def test_pages_hold_no_more_than_the_slots_positions(model, want):
+def test_pages_hold_no_more_than_the_slots_positions(model, kv_format, want):
     """What is not reserved is not touched: poison stays poison, and page 0 too."""
-    cache = paged(model, 8)
+    cache = paged(model, 8, kv_format)
     for slot in range(NUM_SLOTS):
         num_positions = 30 + 21 * slot - 1 + NUM_FRAMES
         cache.assign(slot, cache.pages(slot)[: cache.num_pages_of(num_positions)])
     assert torch.equal(speak(model, cache, [2, 0, 1]), want[0])
     used = {page for slot in range(NUM_SLOTS) for page in cache.pages(slot)}
     others = [page for page in range(cache.num_pages) if page not in used]
-    assert cache.kv[:, others].isnan().all()
+    assert dequantized(cache.kv[:, others], torch.float32).isnan().all()
 
 
 @pytest.mark.parametrize("page_size", [8, 256])
-def test_the_masked_form_reads_no_garbage(model, want, page_size):
+def test_the_masked_form_reads_no_garbage(model, kv_format, page_size):
     """The form with shapes that depend on no value, as CUDA runs it without kernels."""
-    cache = paged(model, page_size)
+    cache = paged(model, page_size, kv_format)
     state = model.new_frame_state(NUM_SLOTS)
     codes = []
     for steps in (cache.steps, cache._steps_masked):
@@ -99,8 +113,8 @@ def test_the_masked_form_reads_no_garbage(model, want, page_size):
     assert torch.equal(*codes)
 
 
-def test_a_slot_without_pages_writes_to_page_0_and_hurts_nobody(model, want):
-    cache = paged(model, 8)
+def test_a_slot_without_pages_writes_to_page_0_and_hurts_nobody(model, kv_format, want):
+    cache = paged(model, 8, kv_format)
     cache.assign(1, ())
     state = model.new_frame_state(NUM_SLOTS)
     for slot in (0, 2):
@@ -109,6 +123,19 @@ def test_a_slot_without_pages_writes_to_page_0_and_hurts_nobody(model, want):
     model.join(state, 1, random_prompt(4, 1)[:, -1], 3, SamplingParams())
     codes = decode(model, state, [2, 0, 1], cache, NUM_FRAMES)
     assert torch.equal(codes[:, :2], want[0][:, :2])
+
+
+def test_a_copied_page_is_the_page_bit_for_bit(model, kv_format):
+    """Copied, not quantised anew, and no more of it than is asked for."""
+    cache = paged(model, 8, kv_format)
+    state, prompt = model.new_frame_state(NUM_SLOTS), random_prompt(30, 0)
+    enter(model, cache, state, 0, prompt, SamplingParams())
+    source, target = cache.pages(0)[1], cache.pages(1)[0]
+    cache.copy_page(source, target, 5)
+    for part in cache._parts():
+        copied, rest = (part[:, target, :, :, rows] for rows in (slice(5), slice(5, 8)))
+        assert torch.equal(copied.float(), part[:, source, :, :, :5].float())
+        assert rest.float().isnan().all()
 
 
 def test_the_table_on_the_device_follows_the_host():

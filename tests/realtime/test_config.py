@@ -53,6 +53,7 @@ def test_unknown_variable_names_the_valid_ones() -> None:
         ("PLOSIVE_WRITE_STALL_S", "0"),
         ("PLOSIVE_DEVICE", "gpu"),
         ("PLOSIVE_FORMAT", "fp8"),
+        ("PLOSIVE_KV_FORMAT", "int4"),
         ("PLOSIVE_MAX_CONTEXT", "0"),
         ("PLOSIVE_KV_FRACTION", "1.5"),
         ("PLOSIVE_PUBLIC_METRICS", "maybe"),

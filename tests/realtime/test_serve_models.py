@@ -7,6 +7,7 @@ import pytest
 from model.quantize_checkpoint import plan_quantization, write_quantized
 from model.random_checkpoint import write_checkpoint
 from model.random_model import RandomModel
+from ops.fp8_rows import Fp8Rows
 from realtime.cli import placement
 from realtime.cli.placement import place
 from realtime.cli.serve import load_engine
@@ -58,6 +59,14 @@ def test_a_turn_of_every_kind_of_model(
         assert len(speak(engine, recorder, slot, 1, "A test.")) == 3 * info.frame_samples
     finally:
         engine.stop()
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_keys_and_values_are_kept_as_asked(kv_format: str) -> None:
+    options = {"max_context": 512, "kv_format": kv_format}
+    engine = load_engine(config("random:tiny?frames=3&reference_s=2", **options))
+    assert isinstance(engine, PingPongEngine)
+    assert isinstance(engine._cache.kv, Fp8Rows) == (kv_format == "fp8")
 
 
 def test_what_loading_took_is_said_of_large_models(
