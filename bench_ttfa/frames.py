@@ -27,7 +27,7 @@ import torch
 
 from bench_ttfa.system import describe_machine, describe_software
 from model.dual_ar import DualAR
-from model.kv_cache import KVCache
+from model.kv_cache import KVCache, KvFormat
 from model.loader import load_dual_ar
 from model.random_model import RandomModel, is_random
 from model.sampling import SamplingParams
@@ -87,10 +87,12 @@ def load(name: str, form: str, device: torch.device) -> DualAR:
     return model
 
 
-def prepare(model: DualAR, batches: Sequence[int], context: int) -> Subject:
+def prepare(
+    model: DualAR, batches: Sequence[int], context: int, kv_format: KvFormat = "bf16"
+) -> Subject:
     """Graphs of the batch sizes, over a cache full of noise."""
     num_slots, max_len = max(batches), context + RUN_FRAMES
-    cache = model.new_cache(num_slots, max_len)
+    cache = model.new_cache(num_slots, max_len, kv_format=kv_format)
     for layer in cache.kv.unbind(0):
         layer[:] = torch.randn(layer.shape, device=model.device, dtype=model.dtype)
     runner = FrameRunner(model, cache, num_slots, batches)
@@ -203,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="random:s2-pro", help="checkpoint directory or random:*")
     parser.add_argument("--format", type=_formats, default=list(FORMATS), help=", ".join(FORMATS))
+    parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values")
     parser.add_argument("--batch", type=_numbers, default=[1, 16, 64], help="streams at once")
     parser.add_argument("--context", type=int, default=600, help="positions each stream reads")
     parser.add_argument("--device", default="cuda")
@@ -219,11 +222,12 @@ def run(args: argparse.Namespace) -> tuple[list[FrameTime], dict[str, dict[str, 
     device = torch.device(args.device)
     for form in args.format:
         model = load(args.model, form, device)
-        subject = prepare(model, args.batch, args.context)
-        memory[form] = subject.memory()
-        print(f"{form}: MiB {memory[form]}", flush=True)
+        subject = prepare(model, args.batch, args.context, args.kv)
+        name = form if args.kv == "bf16" else f"{form}, {args.kv} KV"
+        memory[name] = subject.memory()
+        print(f"{name}: MiB {memory[name]}", flush=True)
         for batch in args.batch:
-            result = time_frames(subject, form, batch, args.context)
+            result = time_frames(subject, name, batch, args.context)
             print(
                 f"{_key(result)}: {result.frame_ms:.3f} ms ({result.fastest_ms:.3f} to "
                 f"{result.slowest_ms:.3f}), {result.frames_per_s:,.0f} frames/s",
