@@ -118,6 +118,9 @@ class ServerConfig:
     write_stall_s: float = _timeout(
         30.0, "a client that reads nothing for so long is closed (4001)"
     )
+    auto_flush_ms: int = _timeout(
+        500, "a sentence that no more text follows for so long is spoken; 0: it waits for a flush"
+    )
     start_timeout_s: float = _timeout(30.0, "a connection without session.start closes (4000)")
     body_timeout_s: float = _timeout(
         20.0, "a request body must come in this time, and 1 s more for each 32 KiB (408)"
@@ -154,7 +157,8 @@ class ServerConfig:
         self._check("engine_process", self.engine_process in _PROCESSES, "one of auto, yes, no")
         num_processes = self.encode_processes
         self._check("encode_processes", num_processes is None or num_processes >= 0, "0 or more")
-        for name in ("num_threads", "max_sessions_per_client", "max_text_chars_per_s"):
+        counts = ("max_sessions_per_client", "max_text_chars_per_s", "auto_flush_ms")
+        for name in ("num_threads", *counts):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         has_urls = all("://" in origin or origin == "null" for origin in self.origins())
         self._check("allowed_origins", has_urls, "origins like https://example.org")

@@ -1,6 +1,6 @@
 """One client's socket: reads frames, applies the session's actions, writes what waits.
 
-Four tasks in one group: reader, writer, start and idle watch. The first to end ends the others; whatever the
+Five tasks in one group: reader, writer, start, text and idle watch. The first to end ends the others; whatever the
 reason, the slot is given up at once. Nothing here waits for another connection or for the engine.
 """
 
@@ -95,6 +95,7 @@ class Connection:
         self._unwritten: list[Text | Audio] = []  # of the call that is being applied
         self._is_blocked = False
         self._active_s = time.monotonic()
+        self._text_came = asyncio.Event()
         self._ended = asyncio.Event()
 
     # ------------------------------------------------------------------ for the hub
@@ -102,7 +103,8 @@ class Connection:
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                parts = (self._read, self._write, self._watch_start, self._watch_idle)
+                watches = (self._watch_start, self._watch_text, self._watch_idle)
+                parts = (self._read, self._write, *watches)
                 tasks = [group.create_task(self._until_end(part)) for part in parts]
                 await self._ended.wait()
                 for task in tasks:
@@ -231,6 +233,7 @@ class Connection:
             text, data = message.get("text"), message.get("bytes")
             if text is not None:
                 self.apply(self._session.receive_text(text, now_ns))
+                self._text_came.set()
             else:
                 self.apply(self._session.receive_binary(len(data or b""), now_ns))
             await self._outbox.wait_for_room()
@@ -278,6 +281,14 @@ class Connection:
         if not self._session.is_started:
             self.fail(PlosiveError("idle_timeout", f"no session.start came for {limit_s:g} s"))
         await asyncio.Event().wait()  # the writer sends the close
+
+    async def _watch_text(self) -> None:
+        while True:
+            await self._text_came.wait()
+            self._text_came.clear()
+            while (due_ns := self._session.auto_flush_ns) is not None:
+                await asyncio.sleep(max(0.0, (due_ns - time.perf_counter_ns()) / 1e9))
+                self.apply(self._session.auto_flush(time.perf_counter_ns()))
 
     async def _watch_idle(self) -> None:
         """Warn once before the limit, close at it. Messages and audio count as activity."""

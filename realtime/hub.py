@@ -61,6 +61,7 @@ class Hub:
             max_lead_ms=config.max_lead_ms,
             max_lead_cap_ms=config.max_lead_cap_ms,
             max_text_chars_per_s=config.max_text_chars_per_s,
+            auto_flush_ms=config.auto_flush_ms,
             drain_deadline_ms=round(config.drain_s * 1000),
         )
         client_rate = config.client_text_chars_per_s(engine.info.num_slots)

@@ -95,7 +95,8 @@ class TextAppend(_Message):
 
 
 class TextFlush(_Message):
-    """Speak what has arrived although no clause has ended; the turn stays open."""
+    """Speak what has arrived although no clause has ended; the turn stays open. A sentence that no
+    text follows for half a second (the server's `auto_flush_ms`) is spoken without it."""
 
     type: Literal["text.flush"] = "text.flush"
     turn_id: TurnId

@@ -134,6 +134,20 @@ class Conversation:
             turn.flush(now_ns)
             self._advance()
 
+    @property
+    def auto_flush_ns(self) -> int | None:
+        """When `auto_flush` has something to look at, unless text comes."""
+        gap_ns = self._limits.auto_flush_ms * 1_000_000
+        idle_ns = [turn.idle_since_ns for turn in self._turns if turn.idle_since_ns is not None]
+        return min(idle_ns) + gap_ns if gap_ns and idle_ns else None
+
+    def auto_flush(self, now_ns: int) -> None:
+        due_ns = now_ns - self._limits.auto_flush_ms * 1_000_000
+        for turn in self._turns:
+            if turn.idle_since_ns is not None and turn.idle_since_ns <= due_ns:
+                turn.flush_sentence(now_ns)
+        self._advance()
+
     def commit(self, turn_id: int, now_ns: int) -> None:
         turn = self._turns.find(turn_id)
         if turn is None and self._turns.is_old(turn_id):

@@ -133,6 +133,11 @@ class Session:
         """Spoken or waiting to be."""
         return self._talk.num_turns
 
+    @property
+    def auto_flush_ns(self) -> int | None:
+        """When to call `auto_flush`, unless a text frame comes first; None: not at all."""
+        return None if self.is_closed else self._talk.auto_flush_ns
+
     # ------------------------------------------------------------------ inputs
 
     def receive_text(self, frame: str, now_ns: int) -> list[Action]:
@@ -155,6 +160,12 @@ class Session:
                     "clients send JSON text frames only",
                 )
             )
+        return self._take_actions()
+
+    def auto_flush(self, now_ns: int) -> list[Action]:
+        """A whole sentence that no text has followed for a while is spoken, as if it were flushed."""
+        if not self.is_closed:
+            self._talk.auto_flush(now_ns)
         return self._take_actions()
 
     def engine_event(self, event: Event | EncodedAudio, now_ns: int) -> list[Action]:

@@ -13,6 +13,7 @@ from realtime.session.boundaries import SPEAKER_TAG, Kind, Mark, marks
 from realtime.session.script import CJK, clean, is_speakable
 
 _WORD_BORDER = re.compile(rf"\s+|(?<=[{CJK}])")
+_NEXT = " A"  # how the sentence after it begins
 _JOINERS = "\u200d\ufe0e\ufe0f"
 _NUM_DIGIT_LETTERS = 6  # "1,234" is read as 36 letters, "555" as 14
 
@@ -61,6 +62,13 @@ class Segmenter:
         text = self._rest[: _num_fitting(self._rest, self._policy.max_chars)]
         text = clean(text[: _stable_end(text)])
         return self._tagged(text) if text else ""
+
+    @property
+    def ends_a_sentence(self) -> bool:
+        """Whether what has arrived and is not closed yet would be over if another sentence began."""
+        text = self._rest.rstrip()
+        ends = [mark.end for mark in marks(text + _NEXT, False, len(text)) if _is_sentence(mark)]
+        return bool(ends) and ends[-1] == len(text) and is_speakable(text)
 
     def _close(self, is_final: bool) -> list[Segment]:
         segments: list[Segment] = []
@@ -117,6 +125,10 @@ class Segmenter:
         else:
             is_long_enough = mark.end >= policy.first_clause_chars and not self._has_closed
         return is_long_enough and is_speakable(self._rest[: mark.end])
+
+
+def _is_sentence(mark: Mark) -> bool:
+    return mark.kind is Kind.SENTENCE
 
 
 def _num_fitting(text: str, max_letters: int) -> int:

@@ -54,6 +54,7 @@ class Turn:
         self._num_segments = 0  # given to the engine, closed
         self._open_text = ""  # given to the engine of the segment that is still open
         self._is_ended = False
+        self.idle_since_ns: int | None = None  # no text came; None: nothing waits for more
         self._first_text_ns: int | None = None
         self._closed_ns: list[int] = []  # by segment: since when it could be spoken
         self._committed_ns: int | None = None
@@ -77,9 +78,17 @@ class Turn:
         self.num_chars += len(text)
         self.ledger.add_text(text)
         self._take_segments(self._segmenter.append(text), now_ns)
+        self.idle_since_ns = now_ns
 
     def flush(self, now_ns: int) -> None:
+        self.idle_since_ns = None
         self._take_segments(self._segmenter.flush(), now_ns)
+
+    def flush_sentence(self, now_ns: int) -> None:
+        """No text came for a while: what waits is closed if it ends a sentence."""
+        self.idle_since_ns = None
+        if self._segmenter.ends_a_sentence:
+            self.flush(now_ns)
 
     def commit(self, now_ns: int) -> None:
         """Close what is open; idempotent."""

@@ -334,6 +334,17 @@ async def test_garbage(tmp_path: Path) -> None:
         await fish.until_finish()
 
 
+async def test_the_last_sentence_needs_no_flush(tmp_path: Path) -> None:
+    """It does not wait for the next text, as with Fish's own service (pipecat#827, #899)."""
+    async with serving(tmp_path, auto_flush_ms=1) as served, live(served) as fish:
+        await fish.start()
+        await fish.send("text", text="Hello there.")
+        assert (await fish.next())["event"] == "audio"
+        await fish.send("text", text="And bye.")
+        await fish.send("stop")
+        await fish.until_finish()
+
+
 async def test_a_flood_of_text_ends_in_an_error(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     engine.hold()

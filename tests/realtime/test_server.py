@@ -148,6 +148,14 @@ async def test_a_cancelled_turn_tells_its_stages(tmp_path: Path) -> None:
         ]
 
 
+async def test_a_sentence_is_spoken_when_no_text_follows_it(tmp_path: Path) -> None:
+    async with serving(tmp_path, auto_flush_ms=1) as served, session(served) as client:
+        await client.send(wire.TextAppend(turn_id=1, text="Hello there."))
+        await client.until(wire.AudioPacket)
+        await client.send(wire.TurnCommit(turn_id=1))
+        await client.until(wire.TurnDone)
+
+
 async def test_text_beyond_the_permitted_rate_is_refused(tmp_path: Path) -> None:
     async with (
         serving(tmp_path, max_text_chars_per_s=100_000) as served,
