@@ -27,6 +27,7 @@ class Snake(NamedTuple):
 
     @staticmethod
     def of(alpha: Tensor) -> Snake:
+        """alpha: f32 [C]"""
         return Snake(alpha, 1 / (alpha + 1e-9))
 
     def __call__(self, v: Tensor) -> Tensor:

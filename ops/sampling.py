@@ -256,6 +256,8 @@ def _launch(
 def semantic_definition(
     logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor
 ) -> Tensor:
+    """What `sample_semantic` is held against. Two draws are made of every row, and the second, at
+    RAS_TOP_P and RAS_TEMPERATURE, counts where the first is a semantic id of its slot's window."""
     ras = torch.full_like(draws.top_p, RAS_TOP_P), torch.full_like(draws.top_p, RAS_TEMPERATURE)
     normal = _draw(logits, 0, draws, draws.top_p, draws.temperature.clamp(min=MIN_TEMPERATURE))
     twin = _draw(logits, 1, draws, *ras)
@@ -264,6 +266,7 @@ def semantic_definition(
 
 
 def codebook_definition(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
+    """What `sample_codebook` is held against."""
     temperature = draws.temperature.clamp(min=MIN_TEMPERATURE)
     return _draw(logits, codebook + 1, draws, draws.top_p, temperature)
 

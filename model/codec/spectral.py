@@ -182,6 +182,8 @@ class QuantizerStage(nn.Module):
 
 
 class Quantizer(nn.Module):
+    """Residual stages: each codes what the ones before it left; their vectors add up."""
+
     def __init__(self, config: SpectralConfig) -> None:
         super().__init__()
         self.stages = nn.ModuleList(
@@ -209,6 +211,9 @@ class Quantizer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """A quantised latent to samples: causal attention at the frame rate, causal ConvNeXt blocks at
+    that of the hops, and a spectrum for each hop, whose waves overlap."""
+
     def __init__(self, config: SpectralConfig) -> None:
         super().__init__()
         self.config = config

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench_ttfa.waterfall import draw, stages, timelines
+from bench_ttfa.waterfall import WIDTH, draw, stages, timelines
 
 
 def turn(ttfa_ms: float = 12.0, error: str | None = None, **timeline_ms: float) -> dict:
@@ -38,6 +38,12 @@ def test_bars_stand_where_the_time_went() -> None:
     assert first_pcm.endswith("|" + 10 * " " + 20 * "#")
     assert client.endswith("|" + 30 * " " + 10 * "#")
     assert "+20.00 / +20.00" in first_pcm
+
+
+def test_no_bar_is_longer_than_the_picture() -> None:
+    turns = [turn(ttfa_ms=40.0, first_step=-20.0, first_pcm=40.0)]
+    _, _, first_pcm, _ = draw("c=1", stages(timelines(turns))).splitlines()
+    assert first_pcm.endswith("|" + WIDTH * "#")
 
 
 @pytest.mark.parametrize("first_ms", [-30.0, 0.0])

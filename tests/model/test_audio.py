@@ -167,6 +167,7 @@ def test_limits_are_the_callers(tmp_path):
         read_clip(clip, RATE, max_seconds=1)
     with pytest.raises(ClipError, match=r"0\.2 MiB; expected at most 0\.1 MiB"):
         read_clip(clip, RATE, max_bytes=2**17)
+    assert len(read_clip(clip, RATE, max_bytes=len(clip)))
     with pytest.raises(ClipError, match="cannot be read"):
         read_clip(tmp_path / "none.wav", RATE)
     with pytest.raises(ClipError, match="cannot be read"):

@@ -216,6 +216,13 @@ def test_tokenizer_and_config_must_agree(tokenizer):
     with pytest.raises(PromptError, match=rf"got \d+ for <\|im_end\|>, expected {end_id}"):
         PromptBuilder(tokenizer, config_for(tokenizer, end_id=end_id))
     data = json.loads(tokenizer.to_str())
+    last, other = (
+        next(t for t in data["added_tokens"] if t["content"] == s) for s in SEMANTIC[-2:]
+    )
+    last["content"], other["content"] = other["content"], last["content"]
+    with pytest.raises(PromptError, match=rf"got {last['id']} for <\|semantic:\d+\|>, expected"):
+        PromptBuilder(Tokenizer.from_str(json.dumps(data)), config_for(tokenizer))
+    data = json.loads(tokenizer.to_str())
     data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] != "<|voice|>"]
     without_voice = Tokenizer.from_str(json.dumps(data))
     with pytest.raises(PromptError, match=r"got None for <\|voice\|>, expected an id"):
