@@ -115,6 +115,13 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         help="each level lasts so long (default: --turns)",
     )
     load.add_argument(
+        "--ramp",
+        type=length_s,
+        default=0.0,
+        metavar="SECONDS",
+        help="closed loops of --seconds begin spread over as long before (default: all at once)",
+    )
+    load.add_argument(
         "--paced-seconds",
         type=positive_float,
         default=_PACED_S,
@@ -233,7 +240,8 @@ def _connection(args: argparse.Namespace, url: str) -> Connection:
 
 def _config(args: argparse.Namespace, connection: Connection, voices: dict[float, str]) -> Config:
     num_chars = args.chars
-    closed = partial(Level, "closed", int(args.turns), seconds=args.seconds)
+    ramp_s = args.ramp if args.seconds else 0.0
+    closed = partial(Level, "closed", int(args.turns), seconds=args.seconds, ramp_s=ramp_s)
     paced = partial(Level, "paced", 0, seconds=args.paced_seconds, num_chars=num_chars)
     opened = partial(Level, "open", num_chars=num_chars)
     levels = [

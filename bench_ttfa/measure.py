@@ -21,6 +21,8 @@ DEFINITIONS = {
     "c100": "share of streams (of more than one packet) whose worst gap is <= 100 ms",
     "paced": "a level whose sessions listen in real time: the next turn begins when the last one has "
     "been heard; what is under way when the level ends is cut, and counts for continuity alone",
+    "ramp_s": "of a timed closed loop: its sessions begin spread over as long before the measured time, "
+    "so that streams of one length are not in step; without it all begin at once",
     "host_us_per_packet": "CPU time of the server's threads and child processes, by name, per packet "
     "that the clients received, over the measured window",
     "server_metrics": "the server's /metrics: what counters grew by in the level, gauges at its end",

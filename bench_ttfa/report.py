@@ -62,11 +62,12 @@ def _config(result: SweepResult) -> dict[str, Any]:
 
 
 def _level(result: LevelResult, frame_rate_hz: float) -> dict[str, Any]:
-    turns = [turn for each in result.workers for turn in each.turns]
+    said = [turn for each in result.workers for turn in each.turns]
+    turns = [turn for turn in said if not turn.is_early]
     good = [turn for turn in turns if turn.error is None]
     gaps_ms = [turn.worst_gap_ms for turn in good]
     seconds = window_s(result)
-    throughput = _throughput(result, good)
+    throughput = _throughput(result, [turn for turn in said if turn.error is None])
     reasons = invalid_because(result, turns)
     summary: dict[str, Any] = {
         "name": result.level.name,

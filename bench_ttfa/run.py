@@ -52,6 +52,7 @@ class Level:
     seconds: float | None = None
     voice: str | None = None  # instead of the connection's
     num_chars: int | None = None  # of each text, about; None: as the texts come
+    ramp_s: float = 0.0  # before `seconds` of a closed loop, see `worker.Plan`
     axis: str = ""  # what grows from level to level where it is not the load
     value: float = 0.0  # on that axis
 
@@ -248,6 +249,7 @@ def make_plans(level: Level, config: Config, texts: TextSource) -> list[Plan]:
             arrivals=[],
             warmups=warmups[first : first + step],
             seconds=level.seconds,
+            ramp_s=level.ramp_s,
             is_paced=is_paced,
         )
         for first in range(0, len(loops), step)
@@ -258,7 +260,8 @@ def _turns_of_each(level: Level) -> list[int]:
     """How many texts each session of a closed or paced level has."""
     count = level.concurrency
     if level.seconds is not None:
-        return [math.ceil(MAX_TURNS_PER_S[level.mode] * level.seconds)] * count
+        seconds = level.ramp_s + level.seconds
+        return [math.ceil(MAX_TURNS_PER_S[level.mode] * seconds)] * count
     return [_share(level.num_turns, count, idx) for idx in range(count)]
 
 

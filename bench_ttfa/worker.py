@@ -70,6 +70,7 @@ class Plan:
     arrivals: list[Arrival]
     warmups: list[list[str]] = field(default_factory=list)  # each a session's, before the barrier
     seconds: float | None = None  # after which no turn begins
+    ramp_s: float = 0.0  # before them; sessions of timed closed loops begin spread over it
     is_paced: bool = False  # each turn is listened to in real time before the next; cut at the end
 
     @property
@@ -83,6 +84,7 @@ class TurnRecord:
 
     num_chars: int
     error: str | None = None
+    is_early: bool = False  # begun in the ramp: its packets count, its figures do not
     is_cut: bool = False  # by the end of the level: it has no figures of the server
     ready_ms: float | None = None  # open loop: of the turn's own session
     late_ms: float = 0.0  # open loop: behind the arrival time
@@ -150,7 +152,7 @@ class _Worker:
         self._plan = plan
         self._turns: list[TurnRecord] = []
         self._said: list[_Said] = []
-        self._ends_s = float("inf")  # monotonic: no turn begins later
+        self._begins_s, self._ends_s = 0.0, float("inf")  # monotonic, of what is measured
 
     async def run(self) -> WorkerResult:
         ready = [asyncio.Event() for _ in self._plan.loops]
@@ -167,8 +169,9 @@ class _Worker:
             if _barrier is not None:
                 await asyncio.to_thread(_barrier.wait, START_TIMEOUT_S)
             started_s = time.monotonic()
+            self._begins_s = started_s + self._plan.ramp_s
             if self._plan.seconds is not None:
-                self._ends_s = started_s + self._plan.seconds
+                self._ends_s = self._begins_s + self._plan.seconds
             go.set()
             watch = asyncio.create_task(_watch_lag(lag_ms))
             arrivals = [
@@ -180,7 +183,7 @@ class _Worker:
         watch.cancel()
         for said in self._said[:: max(1, len(self._said) // MAX_LISTENED)]:
             _listen(said)
-        return WorkerResult(self._turns, lag_ms, started_s, ended_s)
+        return WorkerResult(self._turns, lag_ms, self._begins_s, ended_s)
 
     async def _loop(
         self,
@@ -206,9 +209,11 @@ class _Worker:
             ready.set()
 
     async def _closed_loop(self, session: Session, left: list[str]) -> None:
-        while left and time.monotonic() < self._ends_s:
+        await asyncio.sleep(random.random() * self._plan.ramp_s)
+        while left and (now_s := time.monotonic()) < self._ends_s:
             text = left.pop()
-            await self._say(session, TurnRecord(len(text)), text)
+            record = TurnRecord(len(text), is_early=now_s < self._begins_s)
+            await self._say(session, record, text)
 
     async def _paced_loop(self, session: Session, left: list[str]) -> None:
         """Begins somewhere in the first part of the level, so that streams are not in step."""
@@ -306,7 +311,7 @@ class _Worker:
         record.ttfa_first_text_ms = timings.ttfa_from_first_text_ms
         record.worst_gap_ms = worst_gap_ms(timings.packets_s, format.packet_ms)
         record.num_packets = len(packets)
-        record.num_in_time = sum(t_s <= self._ends_s for t_s in timings.packets_s)
+        record.num_in_time = sum(self._begins_s <= t_s <= self._ends_s for t_s in timings.packets_s)
         record.audio_ms = len(packets) * format.packet_ms
         record.generation_ms = 1000.0 * (timings.packets_s[-1] - timings.commit_s)
         if metrics is not None:

@@ -118,6 +118,38 @@ def test_a_level_with_lagging_clients_is_not_valid() -> None:
     assert "NO" in report.text(report.summarize(result, "now"))
 
 
+def test_turns_of_the_ramp_count_as_load_but_are_not_measured() -> None:
+    config = Config(levels=(), connection=Connection("ws://x", None, AudioFormat(), 1, None, None))
+    turns = [
+        TurnRecord(5, is_early=True, ttfa_ms=900.0, num_in_time=50),
+        TurnRecord(5, ttfa_ms=10.0, num_in_time=100),
+    ]
+    level = Level("closed", 0, 2, seconds=2.0, ramp_s=1.0)
+    result = SweepResult(config, levels=[LevelResult(level, [WorkerResult(turns, [], 0.0, 2.0)])])
+    (measured,) = report.summarize(result, "now")["levels"]
+    assert measured["ttfa_ms"]["max"] == 10.0 and len(measured["turns"]) == 1
+    assert measured["throughput"] == 1.5, "150 packets of 20 ms in 2 s"
+
+
+async def test_a_ramp_comes_before_what_is_measured() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        for turn_id in range(1, 100):
+            await peer.next()
+            await peer.next()
+            await peer.audio(turn_id, [b"\0\x40" * 480])
+            await peer.done(turn_id, 1)
+
+    async with scripted_server(script) as server:
+        connection = Connection(server.url, None, AudioFormat(codec="pcm_s16le"), 1, None, None)
+        plan = Plan(connection, 0, [["word"] * 90], [], seconds=0.05, ramp_s=0.05)
+        result = await _run(plan)
+    early = [turn.is_early for turn in result.turns]
+    assert early == sorted(early, reverse=True) and early[0] and not early[-1]
+    num_in_time = sum(turn.num_in_time for turn in result.turns)
+    assert num_in_time <= early.count(False) + 1, "one may have begun in the ramp"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
