@@ -131,7 +131,9 @@ def test_turns_of_the_ramp_count_as_load_but_are_not_measured() -> None:
     assert measured["throughput"] == 1.5, "150 packets of 20 ms in 2 s"
 
 
-async def test_a_ramp_comes_before_what_is_measured() -> None:
+async def test_a_ramp_comes_before_what_is_measured(monkeypatch) -> None:
+    monkeypatch.setattr("bench_ttfa.worker.random.random", lambda: 0.0)
+
     async def script(peer: Peer) -> None:
         await peer.accept()
         for turn_id in range(1, 100):
