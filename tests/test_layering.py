@@ -16,6 +16,7 @@ ON_DEVICE = tuple(
     for name in (
         "codec",
         "frames",
+        "gate_inputs",
         "gate_quantised",
         "gpu_timing",
         "kernels",
