@@ -1,7 +1,8 @@
 """From a turn's PCM at the codec's rate to the packets of a session's format.
 
 Frames in, 20 ms packets out: resampled where the rates differ, then Opus or headerless PCM. Nothing
-of the turn is lost: what is decoded is, after the pre-skip, exactly the samples that went in.
+of the turn is lost: what is decoded is, after the pre-skip, exactly the samples that went in, behind
+the format's lead-in of silence.
 """
 
 import numpy as np
@@ -12,14 +13,12 @@ from realtime.resample import StreamResampler
 from realtime.session.actions import EncodedPacket
 from realtime.wire import PACKET_MS, AudioFormat
 
-_SILENCE = np.zeros(0, np.float32)
-
 
 class AudioEncoder:
     """The encoder of one stream: `push` a turn's frames, then `finish`; `reset` to abandon it.
 
-    `num_samples` counts the real audio in the turn's packets so far, at the format's rate: without
-    pre-skip and without the padding of the last packet. It stays readable until the next turn.
+    `num_samples` counts the real audio in the turn's packets so far, lead-in included, at the format's
+    rate: without pre-skip and the padding of the last packet. It stays readable until the next turn.
     """
 
     def __init__(self, audio_format: AudioFormat, codec_rate: int) -> None:
@@ -30,6 +29,7 @@ class AudioEncoder:
         )
         self._pre_skip_samples = self._opus.pre_skip_samples if self._opus else 0
         self._resampler = StreamResampler(codec_rate, rate) if codec_rate != rate else None
+        self._lead_in = np.zeros(rate * audio_format.lead_in_ms // 1000, np.float32)
         self._clear()
 
     def push(
@@ -75,8 +75,8 @@ class AudioEncoder:
         return max(0, min(self._num_packed - self._pre_skip_samples, self._num_taken))
 
     def _clear(self) -> None:
-        self._pending = _SILENCE
-        self._num_taken = 0  # real samples at the format's rate
+        self._pending = self._lead_in
+        self._num_taken = len(self._lead_in)  # at the format's rate
         self._num_packed = 0  # samples in packets, pre-skip and padding included
         self._is_finished = False
 

@@ -314,4 +314,5 @@ def _effective_format(audio_format: AudioFormat) -> EffectiveFormat:
         codec=audio_format.codec,
         sample_rate=audio_format.sample_rate,
         pre_skip_samples=pre_skip_samples(audio_format),
+        lead_in_ms=audio_format.lead_in_ms,
     )

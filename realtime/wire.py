@@ -40,6 +40,8 @@ class AudioFormat(_Message):
     # Opus only, bits per second. A voice that has DistillMOS 3.87 uncompressed has 3.45 through Opus
     # at 32,000 and 3.73 at 64,000 (20 sentences, an earlier embedded model).
     bitrate: int = Field(default=64_000, ge=6_000, le=256_000)
+    # Silence before each turn's audio, and part of it, for receivers that swallow a beginning.
+    lead_in_ms: int = Field(default=0, ge=0, le=2_000, multiple_of=PACKET_MS)
 
     @model_validator(mode="after")
     def _rate_fits_codec(self) -> "AudioFormat":
@@ -136,6 +138,7 @@ class EffectiveFormat(_Message):
     pre_skip_samples: int = Field(
         default=0, ge=0, le=192_000
     )  # of every turn, to be dropped after decoding
+    lead_in_ms: int = Field(default=0, ge=0, le=2_000)
 
 
 class SessionReady(_Message):
@@ -171,7 +174,7 @@ class TurnMetrics(_Message):
     negative for what happened before it; of a turn cancelled before its commit, from its first text.
     """
 
-    num_samples: int  # of real audio at the format's rate, without pre-skip and padding
+    num_samples: int  # at the format's rate, lead-in included, without pre-skip and padding
     num_packets: int
     num_frames: int
     audio_ms: float

@@ -72,6 +72,19 @@ async def test_livekit(url) -> None:
         assert "".join(words) == "Sorry, go ahead."
 
 
+async def test_a_lead_in_of_silence(url) -> None:
+    """For a receiver that swallows what comes first."""
+    num_silent = 2 * RATE_HZ // 10
+    async with plugin(url, lead_in_ms=100) as speech:
+        audio, words = await spoken(speech, *TEXT)
+        assert words[0].start_time == 0.1
+    async with talking(url, lead_in_ms=100) as talk:
+        await talk.reply(*TEXT)
+        await talk.until_stopped(1)
+    for heard in (audio, talk.downstream.audio):
+        assert not any(heard[:num_silent]) and any(heard[num_silent:][:num_silent])
+
+
 async def test_many_quick_barge_ins(url) -> None:
     """Each cancels at once; none is counted against the connection."""
     speech = TTS(url=url)

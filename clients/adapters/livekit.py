@@ -44,6 +44,7 @@ class TTS(tts.TTS):
         url: the server, like "http://localhost:8765".
         voice: None is the server's default voice.
         sample_rate: of the audio, in Hz.
+        lead_in_ms: silence before each stream's audio, where a receiver swallows the first word.
         options: of `clients.connect`: prompt, sampling, api_key, reconnect, ...
 
     Example:
@@ -58,6 +59,7 @@ class TTS(tts.TTS):
         url: str = "http://localhost:8765",
         voice: str | None = None,
         sample_rate: int = 24_000,
+        lead_in_ms: int = 0,
         options: ConnectOptions | None = None,
     ) -> None:
         super().__init__(
@@ -65,7 +67,7 @@ class TTS(tts.TTS):
             sample_rate=sample_rate,
             num_channels=1,
         )
-        format = AudioFormat(codec="pcm_s16le", sample_rate=sample_rate)
+        format = AudioFormat(codec="pcm_s16le", sample_rate=sample_rate, lead_in_ms=lead_in_ms)
         all_options: ConnectOptions = {**(options or {}), "voice": voice, "format": format}
         self._shared = SharedSession(url, **all_options)
         self._new_voice: str | None = None
@@ -190,7 +192,7 @@ async def _acquire(stream: tts.SynthesizeStream | tts.ChunkedStream, speech: TTS
 
 
 async def _speak(session: Session, text: TextSource, output_emitter: tts.AudioEmitter) -> None:
-    words = WordTimes()
+    words = WordTimes(session.format.lead_in_ms)
     async with aclosing(session.say(text).events()) as events:
         async for event in events:
             match event:

@@ -62,6 +62,7 @@ class PlosiveTTSService(TTSService):
         url: the server, like "http://localhost:8765".
         voice: None is the server's default voice. `TTSUpdateSettingsFrame` changes it.
         sample_rate: None is the pipeline's `audio_out_sample_rate`.
+        lead_in_ms: silence before each turn's audio, where a receiver swallows the first word.
         text_aggregation_mode: SENTENCE makes Pipecat hold text back until a sentence is complete.
         options: of `clients.connect`: prompt, sampling, api_key, reconnect, ...
 
@@ -81,6 +82,7 @@ class PlosiveTTSService(TTSService):
         url: str = "http://localhost:8765",
         voice: str | None = None,
         sample_rate: int | None = None,
+        lead_in_ms: int = 0,
         text_aggregation_mode: TextAggregationMode = TextAggregationMode.TOKEN,
         options: ConnectOptions | None = None,
         **service_options: Any,
@@ -97,6 +99,7 @@ class PlosiveTTSService(TTSService):
         )
         self._url = url
         self._options: ConnectOptions = {**(options or {}), "voice": voice}
+        self._lead_in_ms = lead_in_ms
         self._shared: SharedSession | None = None
         self._contexts: dict[str, _Context] = {}  # those that are not over, by their ids
         self._played: deque[tuple[str, Turn]] = deque(maxlen=16)  # done, with the transport
@@ -113,7 +116,9 @@ class PlosiveTTSService(TTSService):
     async def start(self, frame: StartFrame) -> None:
         """Open the session, so that the voice is prefilled before the first reply."""
         await super().start(frame)
-        format = AudioFormat(codec="pcm_s16le", sample_rate=self.sample_rate)
+        format = AudioFormat(
+            codec="pcm_s16le", sample_rate=self.sample_rate, lead_in_ms=self._lead_in_ms
+        )
         options: ConnectOptions = {**self._options, "format": format}
         self._shared = SharedSession(self._url, **options)
         try:
@@ -208,7 +213,7 @@ class PlosiveTTSService(TTSService):
 
     async def _read(self, context_id: str, turn: Turn) -> None:
         """All that the server says of a turn, into its audio context, up to its end."""
-        words = WordTimes()
+        words = WordTimes(self._lead_in_ms)
         try:
             async for event in turn:
                 match event:

@@ -25,9 +25,10 @@ class WordTimes:
         [TimedWord(text='One', start_s=0.0, end_s=0.257...), TimedWord(text=' two', ...)]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lead_in_ms: int = 0) -> None:
+        """`lead_in_ms`: of silence before the first word."""
         self._text = ""
-        self._end_s = 0.0
+        self._end_s = lead_in_ms / 1000.0
 
     def words(self, mark: TurnText) -> list[TimedWord]:
         """The words that are new in `mark`, sharing its new audio by their length."""

@@ -166,7 +166,9 @@ class Conversation:
         return self._turns.open(turn_id, self._make_turn)
 
     def _make_turn(self, turn_id: int) -> Turn:
-        return Turn(turn_id, self.settings, self._info, self._limits, self._rate)
+        assert self._format is not None
+        lead_in_ms = self._format.lead_in_ms
+        return Turn(turn_id, self.settings, self._info, self._limits, self._rate, lead_in_ms)
 
     def _advance(self) -> None:
         """Give the front turn to the engine, or settle what waited for the last one to end."""

@@ -78,7 +78,7 @@ class SessionState(Enum):
 
 def plain_format(fmt: AudioFormat) -> EffectiveFormat:
     """The format of an encoder without delay."""
-    return EffectiveFormat(codec=fmt.codec, sample_rate=fmt.sample_rate)
+    return EffectiveFormat(codec=fmt.codec, sample_rate=fmt.sample_rate, lead_in_ms=fmt.lead_in_ms)
 
 
 class Session:

@@ -74,9 +74,11 @@ class _Span:
 
 
 class Ledger:
-    """Of one turn. Positions are characters of `text`, times are of the turn's own audio."""
+    """Of one turn. Positions are characters of `text`, times are of the turn's own audio, which
+    begins with `lead_in_ms` of silence."""
 
-    def __init__(self, frame_ms: float, rate: SpeakingRate) -> None:
+    def __init__(self, frame_ms: float, rate: SpeakingRate, lead_in_ms: int = 0) -> None:
+        self._lead_in_ms = lead_in_ms
         self._frame_ms = frame_ms
         self._rate = rate
         self._pieces: list[str] = []
@@ -123,17 +125,20 @@ class Ledger:
 
     def num_heard_frames(self, played_ms: float) -> int:
         """Frames that have been heard, the last one perhaps in part."""
-        return min(self._num_frames, math.ceil(played_ms / self._frame_ms - 1e-6))
+        return min(self._num_frames, math.ceil(self._num_played(played_ms) - 1e-6))
 
     def num_spoken_chars(self, played_ms: float) -> int:
         """How much of `text` has been spoken after `played_ms` of audio: always whole words."""
-        played_frames = played_ms / self._frame_ms
+        played_frames = self._num_played(played_ms)
         if self._is_turn_ended and 0 < self._num_frames <= played_frames + _ROUNDING_FRAMES:
             return len(self.text)
         idx = bisect_left(self._first_frames, played_frames) - 1
         if idx < 0:
             return 0
         return self._spans[idx].spoken_end(played_frames - self._first_frames[idx], self._rate)
+
+    def _num_played(self, played_ms: float) -> float:
+        return max(0.0, played_ms - self._lead_in_ms) / self._frame_ms
 
     def _begin(self, segment: int, first_frame: int) -> _Span:
         while segment >= len(self._first_frames):

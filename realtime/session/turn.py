@@ -33,6 +33,7 @@ class Turn:
         info: EngineInfo,
         limits: SessionLimits,
         rate: SpeakingRate,
+        lead_in_ms: int,
     ) -> None:
         policy = SegmentPolicy(
             max_chars=info.max_segment_chars,
@@ -42,7 +43,7 @@ class Turn:
         )
         self.turn_id = turn_id
         self.settings = settings
-        self.ledger = Ledger(info.frame_ms, rate)
+        self.ledger = Ledger(info.frame_ms, rate, lead_in_ms)
         self.num_chars = 0
         self.audio_ms = 0.0  # sent so far
         self.is_in_engine = False  # a command for it has been made
