@@ -22,11 +22,6 @@ def spell(letters: str) -> str:
     return letters.translate(_TO_RUNES)
 
 
-def spell_apart(letters: str) -> str:
-    """Letters read one by one, each as a word: a code."""
-    return " ".join(letters.translate(_TO_RUNES))
-
-
 def letters_of(word: str) -> str:
     """The capital letters that a spelled word stands for."""
     return word.translate(_TO_LETTERS)

@@ -123,6 +123,12 @@ def test_first_packets_after_the_first_frame() -> None:
     assert len(AudioEncoder(AudioFormat(sample_rate=48_000), 44_100).push(noise(2048))) == 2
 
 
+def test_audio_so_far_is_without_the_pre_skip() -> None:
+    encoder = AudioEncoder(AudioFormat(), 24_000)
+    encoder.push(noise(960))
+    assert encoder.num_samples == 960 - pre_skip_samples(AudioFormat()) > 0
+
+
 def test_the_tail_survives_the_look_ahead() -> None:
     """The very last samples of a turn, a click, are in what is decoded."""
     pcm = np.zeros(4_800, np.float32)
