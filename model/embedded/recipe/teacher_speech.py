@@ -192,12 +192,7 @@ class Teacher:
         # A style table has one row per number of tokens.
         num_tokens = len(items[0].tokens)
         style = self._styles([item.voice for item in items], num_tokens)
-        speakers = [self.speakers[item.voice] for item in items]
-        # What a longer vocal tract slows down is spoken faster, so that the tempo stays.
-        speed = torch.tensor(
-            [item.speed * s.tract for item, s in zip(items, speakers, strict=True)],
-            device=self.device,
-        )
+        speed = self._speeds(items)
         num_rows, length = tokens.shape
         lengths = torch.full((num_rows,), length, dtype=torch.long)
         mask = torch.zeros(num_rows, length, dtype=torch.bool, device=self.device)
@@ -212,7 +207,7 @@ class Teacher:
             items=indices,
             labels=self._labels(tokens),
             style=style,
-            speakers=speakers,
+            speakers=[self.speakers[item.voice] for item in items],
             prosody=prosody,
             text=model.text_encoder(tokens, lengths, mask).transpose(1, 2),
             durations=torch.round(durations).clamp(min=1).long(),
@@ -223,6 +218,11 @@ class Teacher:
         row = self.tables[:, min(num_tokens, self.tables.shape[1]) - 1]
         at = torch.tensor(voices, device=self.device)
         return torch.cat([self.timbre[at] @ row[:, :128], self.prosody[at] @ row[:, 128:]], 1)
+
+    def _speeds(self, items: Sequence[Item]) -> torch.Tensor:
+        """f32 [items]; what a longer vocal tract slows down is spoken faster: the tempo stays."""
+        factors = [item.speed * self.speakers[item.voice].tract for item in items]
+        return torch.tensor(factors, device=self.device)
 
     def _acoustic_side(
         self, rows: Sequence[tuple[_TextBatch, int]], num_blocks: int

@@ -145,6 +145,9 @@ def test_a_speaker_has_its_own_pitch_and_vocal_tract() -> None:
     same, other = fake.speak([Item(0, 0, 1.0, [1, 2, 3]), Item(0, 1, 1.0, [1, 2, 3])])
     assert [row[0].item() for row in fake.model.pitches[0]] == [100.0, 125.0]
     assert len(other.samples) == len(other.labels) * BLOCK_SAMPLES
+    assert fake._speeds([Item(0, 0, 1.1, []), Item(0, 1, 1.1, [])]).tolist() == pytest.approx(
+        [1.1, 1.65]
+    )
     counts = [Counter(clip.labels.tolist()) for clip in (same, other)]
     assert all(counts[1][token] == 1.5 * counts[0][token] > 0 for token in (1, 2, 3))
 
