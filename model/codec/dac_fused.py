@@ -60,9 +60,8 @@ class FusedDecoder:
         make = _Maker(layout, dtype)
         self.dtype, self.books, self.frame_samples = dtype, books, config.frame_samples
         self.post = _Transformer(quantizer.at("post_module"), config.post, make)
-        num_upsamples = len(config.downsample_factors)
         self.upsample = [
-            _Upsample(quantizer.at("upsample", i), config, factor, make, i + 1 == num_upsamples)
+            _Upsample(quantizer.at("upsample", i), config, factor, make)
             for i, factor in enumerate(reversed(config.downsample_factors))
         ]
         dim, model = config.decoder_dim, weights.at("model")
@@ -259,9 +258,7 @@ class _TransformerLayer:
 class _Upsample:
     """Transposed convolution, then x + gamma * mlp(norm(depthwise(x)))."""
 
-    def __init__(
-        self, weights: Weights, config: DacConfig, factor: int, make: _Maker, is_last: bool
-    ) -> None:
+    def __init__(self, weights: Weights, config: DacConfig, factor: int, make: _Maker) -> None:
         dim, self.factor, self.dtype = config.latent_dim, factor, make.dtype
         self.conv = make.transposed(weights.at(0, "conv"), dim, dim, factor, factor)
         block, inner = weights.at(1), config.convnext_multiple * dim
