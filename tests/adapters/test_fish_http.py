@@ -11,7 +11,7 @@ import numpy as np
 import ormsgpack
 import pytest
 
-from realtime.pingpong.messages import OpenSlot
+from realtime.pingpong.messages import OpenSlot, SetText
 from tests.adapters.fish_support import TEXT, assert_same, decode, pcm_of
 from tests.realtime.support import make_engine, serving
 from tests.realtime.test_voices import clip
@@ -134,6 +134,17 @@ async def test_msgpack_with_nulls_and_what_has_no_meaning_here(tmp_path: Path) -
         assert isinstance(opened, OpenSlot)
         assert (opened.sampling.temperature, opened.sampling.seed) == (0.5, 7)
         assert opened.max_lead_ms == 60_000, "the server's cap"
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+async def test_the_model_reads_the_text_as_it_was_sent(tmp_path: Path, normalize: bool) -> None:
+    """What a model's own front end makes of digits it makes in either case: its phonemes are of words."""
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, served.http() as http:
+        body = {"text": "It costs 10.000.000, Dr. Lee.", "normalize": normalize}
+        assert (await http.post(TTS, json=body)).status_code == 200
+    texts = [c.text for c in engine.seen(SetText) if isinstance(c, SetText) and c.is_closed]
+    assert texts == ["It costs 10.000.000, Dr. Lee."]
 
 
 # ---------------------------------------------------------------------------- voices

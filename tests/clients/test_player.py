@@ -46,6 +46,22 @@ async def is_received(playing: Playback) -> None:
     await asyncio.wait([playing._reader])
 
 
+async def test_the_output_runs_before_the_first_word() -> None:
+    """A device that opens with the first packet swallows the beginning."""
+    device = NullDevice()
+    async with (
+        scripted_server(talker) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+        Player(session, device) as player,
+    ):
+        device.advance(50)
+        assert len(device.heard) == SAMPLE_RATE_HZ // 20 and not server.peers[0].received[1:]
+        playing = player.play("Hello.")
+        await play_out(device, playing)
+        assert playing.played_ms == WORD_MS  # all of it, after what was silent
+        assert not device.heard[: SAMPLE_RATE_HZ // 20].any() and device.heard.any()
+
+
 @pytest.mark.parametrize("format", [AudioFormat(), PCM_FORMAT])
 async def test_what_is_heard_is_what_was_said_and_no_sample_more(format) -> None:
     device = NullDevice()

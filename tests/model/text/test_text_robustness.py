@@ -136,3 +136,15 @@ def test_deterministic_and_shared_by_threads() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(read, cases)) == alone
     assert [EnglishFrontEnd()(text) for text in cases[:50]] == alone[:50]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The quick brown fox jumps over ten million lazy dogs, doesn't it?",
+        "It costs ten dollars and fifty cents. Really! She said so: no more.",
+    ],
+)
+def test_words_are_read_as_they_are_written(text):
+    spoken = EnglishFrontEnd()(text)
+    assert spoken.words == text and not spoken.warnings
