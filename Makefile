@@ -9,7 +9,7 @@ CLIENTS := $(VENV)/clients
 INSTALL := -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-clients check bench clean
+.PHONY: demo test test-clients browser check bench clean
 
 demo: $(VENV)/.installed  ## speak a sentence through a real local server, print its TTFA
 	@echo "Starting a local server and saying a sentence ..."
@@ -18,10 +18,13 @@ demo: $(VENV)/.installed  ## speak a sentence through a real local server, print
 	@echo "TTFA is text sent to first audio packet. Listen to demo.wav; for more: source $(BIN)/activate"
 
 test: check  ## lint, types, layering, then all tests that need no GPU
-	PYTHONASYNCIODEBUG=1 $(BIN)/pytest -m "not gpu"
+	PYTHONASYNCIODEBUG=1 $(BIN)/pytest -rs -m "not gpu"
 
 test-clients: $(CLIENTS)/.installed  ## the agent frameworks (large), in an environment of their own
 	$(CLIENTS)/bin/python -m pytest -W default tests_clients
+
+browser:  ## Debian's chromium for the tests of the page, as root; without it they are skipped
+	@tests/page/install_browser.sh
 
 check: $(VENV)/.installed-dev  ## ruff, ruff format, mypy --strict, layering
 	$(BIN)/ruff check .

@@ -10,7 +10,9 @@ from tests.realtime.support import Served
 
 LONG_TEXT = "one two three four five six seven eight nine ten. " * 20  # 20 s of the fake voice
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium here; as root, `make browser` installs it"
+)
 
 # Before the page's own scripts: an ear at the loudspeaker, and the audio clock's time of each key.
 EAR = """
