@@ -22,6 +22,7 @@ ON_DEVICE = tuple(
         "kernels",
         "kernels_attention",
         "kernels_layer",
+        "peers",
     )
 )
 
