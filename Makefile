@@ -9,7 +9,7 @@ CLIENTS := $(VENV)/clients
 INSTALL := -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-clients browser check bench clean
+.PHONY: demo test test-clients browser screenshots check bench clean
 
 demo: $(VENV)/.installed  ## speak a sentence through a real local server, print its TTFA
 	@echo "Starting a local server and saying a sentence ..."
@@ -25,6 +25,9 @@ test-clients: $(CLIENTS)/.installed  ## the agent frameworks (large), in an envi
 
 browser:  ## Debian's chromium for the tests of the page, as root; without it they are skipped
 	@tests/page/install_browser.sh
+
+screenshots: $(VENV)/.installed-dev browser  ## the page's pictures in docs/page/, taken anew
+	@$(BIN)/python -m tests.page.screenshots
 
 check: $(VENV)/.installed-dev  ## ruff, ruff format, mypy --strict, layering
 	$(BIN)/ruff check .
