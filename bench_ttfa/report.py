@@ -278,8 +278,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
         f"cached {_triple(summary['ready_cached_ms'])}",
         f"{', '.join(hardware)} · Python {software['python']} · "
         f"torch {software['packages'].get('torch', '-')} · commit {(software['commit'] or '-')[:9]}"
-        + (" with local changes" if software["has_local_changes"] else "")
-        + f" · sources {software['sources']}",
+        f" · sources {software['sources']}",
     ]
     if summary["server_start_s"] is not None:
         lines.append(

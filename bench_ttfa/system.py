@@ -1,6 +1,5 @@
 """Facts about the machine, the software and a process, for the record of a run."""
 
-import hashlib
 import os
 import platform
 import shutil
@@ -8,10 +7,10 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from bench_ttfa.provenance import commit_here, source_digest
+
 _PACKAGES = ("torch", "websockets", "av", "numpy", "pydantic", "fastapi", "uvicorn", "opuslib")
-_OURS = ("ops", "model", "realtime", "clients", "bench_ttfa")
 _HZ = os.sysconf("SC_CLK_TCK")
-_ROOT = Path(__file__).resolve().parent.parent
 
 
 def describe_machine() -> dict[str, object]:
@@ -31,25 +30,12 @@ def num_cores() -> int:
 
 def describe_software() -> dict[str, object]:
     versions = {name: _version(name) for name in _PACKAGES}
-    commit = _lines("git", "-C", str(_ROOT), "rev-parse", "HEAD")
-    changes = _lines("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
     return {
         "python": platform.python_version(),
         "packages": {name: version for name, version in versions.items() if version},
-        "commit": commit[0] if commit else None,
-        "has_local_changes": bool(changes),
+        "commit": commit_here(),
         "sources": source_digest(),
     }
-
-
-def source_digest() -> str:
-    """Of every source file of the packages: the code that runs, where no commit can say it."""
-    digest = hashlib.sha256()
-    for package in _OURS:
-        for path in sorted((_ROOT / package).rglob("*")):
-            if path.suffix in (".py", ".cu", ".cuh"):
-                digest.update(f"{path.relative_to(_ROOT)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
 
 
 def resident_mib(pid: int) -> float | None:
