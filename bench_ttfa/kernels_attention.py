@@ -25,7 +25,7 @@ from torch import Tensor
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies, rotated
 from bench_ttfa.system import describe_machine, describe_software
 from model.kv_cache import KvFormat
-from ops import attention, reference, sampling
+from ops import attention, attention_launch, reference, sampling
 from ops.attention_plans import Plan, plan_for
 from ops.embedding import embed_rows
 from ops.fp8_rows import Fp8Rows, KvRows
@@ -88,7 +88,7 @@ class Layers:
 
         def make(copy: int) -> Call:
             where = self.where(copy)
-            return lambda: attention.launch_paged(q, None, where, "bsfp8", chosen)
+            return lambda: attention_launch.launch_paged(q, None, where, "bsfp8", chosen)
 
         return graph_us(rotated(make, len(self.pages)))
 
@@ -99,7 +99,7 @@ class Layers:
 
         def make(copy: int) -> Call:
             where = self.where(copy)
-            return lambda: attention.launch_paged(
+            return lambda: attention_launch.launch_paged(
                 self.qkv, rotary, where, "bsfp8", chosen, is_chained=is_chained
             )
 

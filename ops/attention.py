@@ -14,17 +14,25 @@ span of a prompt they may also depend on how long its neighbours are.
 from __future__ import annotations
 
 import ctypes
-import math
 
-import torch
 from torch import Tensor
 
 from ops import nvrtc, reference_paged
-from ops.attention_plans import Plan, SpanPlan, plan_for, span_plan_for
-from ops.fp8_rows import Fp8Rows, KvRows
-from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
+from ops.attention_launch import (
+    Output,
+    check_heads,
+    check_tensors,
+    ints,
+    is_fp8,
+    launch_paged,
+    launch_span,
+    memory_arguments,
+    scale_of,
+)
+from ops.attention_plans import plan_for, span_plan_for
+from ops.fp8_rows import KvRows
+from ops.quantize import Activation, Kind, quantize_rows
 
-_MAX_GROUP = 8  # query heads per key/value head: columns of an mma
 _MAX_HELD = 16  # positions of a frame: rows of an mma
 _THREADS = 128  # of rope_append
 
@@ -60,20 +68,20 @@ def rope_append(
         return q
     num_rows, num_all, head_dim = qkv.shape
     num_heads = num_all - 2 * num_kv_heads
-    _check_heads(num_heads, num_kv_heads, head_dim)
-    _check_tensors(qkv, qk_norm)
+    check_heads(num_heads, num_kv_heads, head_dim)
+    check_tensors(qkv, qk_norm)
     q = qkv.new_empty(num_rows, num_heads, head_dim)
     heads_per_block = _THREADS * 8 // head_dim
     nvrtc.kernel(
         "rope_append.cu",
         "rope_append",
-        defines={"HEAD_DIM": head_dim, "PAGE": pages.shape[3], "IS_FP8": _is_fp8(pages)},
+        defines={"HEAD_DIM": head_dim, "PAGE": pages.shape[3], "IS_FP8": is_fp8(pages)},
     ).launch(
         (-(-num_all // heads_per_block), num_rows),
         (_THREADS,),
         [
-            *(qkv, qk_norm, rope, *_memory(pages), page_table, slots, positions, q),
-            *(ctypes.c_float(eps), *_ints(num_heads, num_kv_heads, page_table.shape[1])),
+            *(qkv, qk_norm, rope, *memory_arguments(pages), page_table, slots, positions, q),
+            *(ctypes.c_float(eps), *ints(num_heads, num_kv_heads, page_table.shape[1])),
         ],
     )
     return q
@@ -141,96 +149,6 @@ def decode_attention(  # noqa: PLR0913 - one launch
     return launch_paged(qkv, (qk_norm, rope, eps), where, kind, plan, is_chained=is_chained)
 
 
-def launch_paged(
-    heads: Tensor,
-    rotary: tuple[Tensor | None, Tensor, float] | None,
-    where: tuple[KvRows, Tensor, Tensor, Tensor],
-    kind: Kind,
-    plan: Plan,
-    *,
-    is_chained: bool = False,
-) -> Activation:
-    """Launch `paged_attention` (heads [M, H, D]) or, given norm, table and eps, `decode_attention`
-    (heads [M, H + 2 H_kv, D]) by a plan of one's own, for benches and tests.
-
-    Args:
-        where: pages, page_table, slots, positions.
-    """
-    pages, page_table, slots, positions = where
-    num_kv_heads, page_size = pages.shape[2:4]
-    num_rows, num_heads, head_dim = heads.shape
-    qk_norm, rope, eps = rotary or (None, None, 0.0)
-    if rotary is not None:
-        num_heads -= 2 * num_kv_heads
-    _check_heads(num_heads, num_kv_heads, head_dim)
-    _check_tensors(heads, qk_norm)
-    assert page_size % 16 == 0, page_size
-    out = _Output(heads, num_rows, num_heads * head_dim, kind)
-    nvrtc.kernel(
-        "attention.cu",
-        "attention",
-        defines={
-            "HEAD_DIM": head_dim,
-            "GROUP": num_heads // num_kv_heads,
-            "PAGE": page_size,
-            "WARPS": plan.warps,
-            "BLOCKS": plan.blocks,
-            "BUFFERS": plan.buffers,
-            "IS_FUSED": int(rotary is not None),
-            "IS_CHAINED": int(is_chained),
-            "IS_FP8": _is_fp8(pages),
-        },
-    ).launch(
-        (plan.splits, num_kv_heads, num_rows),
-        (32 * plan.warps,),
-        [
-            *(heads, qk_norm, rope, *_memory(pages), page_table, slots, positions, *out.arguments),
-            *(ctypes.c_float(eps), _scale(head_dim)),
-            *_ints(page_table.shape[1], plan.min_tiles, plan.depth),
-        ],
-        cluster=(plan.splits, 1, 1),
-    )
-    return out.finish()
-
-
-def launch_span(
-    q: Tensor, where: tuple[KvRows, Tensor, Tensor, Tensor], kind: Kind, plan: SpanPlan
-) -> Activation:
-    """`paged_attention` of a span by a plan of one's own. Launched as `launch_paged` is."""
-    pages, page_table, slots, positions = where
-    num_kv_heads, page_size = pages.shape[2:4]
-    num_rows, num_heads, head_dim = q.shape
-    _check_heads(num_heads, num_kv_heads, head_dim)
-    _check_tensors(q)
-    assert page_size % 16 == 0, page_size
-    group = num_heads // num_kv_heads
-    rows_per_cta = plan.batches * (_MAX_GROUP // group)
-    out = _Output(q, num_rows, num_heads * head_dim, kind)
-    nvrtc.kernel(
-        "attention_span.cu",
-        "attention_span",
-        defines={
-            "HEAD_DIM": head_dim,
-            "GROUP": group,
-            "PAGE": page_size,
-            "WARPS": plan.warps,
-            "BATCHES": plan.batches,
-            "IS_FP8": _is_fp8(pages),
-        },
-    ).launch(
-        (plan.splits, num_kv_heads, -(-num_rows // rows_per_cta)),
-        (32 * plan.warps,),
-        [
-            *(q, *_memory(pages), page_table, slots, positions, *out.arguments),
-            _scale(head_dim),
-            *_ints(page_table.shape[1], num_rows, plan.min_tiles, plan.depth),
-        ],
-        shared_bytes=_span_bytes(plan, group, head_dim, is_fp8=bool(_is_fp8(pages))),
-        cluster=(plan.splits, 1, 1),
-    )
-    return out.finish()
-
-
 def frame_attention(  # noqa: PLR0913 - one launch
     qkv: Tensor,
     qk_norm: Tensor | None,
@@ -261,13 +179,13 @@ def frame_attention(  # noqa: PLR0913 - one launch
     num_rows, num_all, head_dim = qkv.shape
     _, capacity, num_kv_heads, num_held, _ = memory.shape
     num_heads = num_all - 2 * num_kv_heads
-    _check_heads(num_heads, num_kv_heads, head_dim)
-    _check_tensors(qkv, qk_norm, memory)
+    check_heads(num_heads, num_kv_heads, head_dim)
+    check_tensors(qkv, qk_norm, memory)
     assert num_positions in (1, 2) and num_rows % num_positions == 0, (num_rows, num_positions)
     assert num_rows // num_positions <= capacity, (num_rows, num_positions, capacity)
     assert start + num_positions <= num_held <= _MAX_HELD, (start, num_positions, num_held)
     group = num_heads // num_kv_heads
-    out = _Output(qkv, num_rows, num_heads * head_dim, kind)
+    out = Output(qkv, num_rows, num_heads * head_dim, kind)
     nvrtc.kernel(
         "frame_attention.cu",
         "frame_attention",
@@ -282,86 +200,11 @@ def frame_attention(  # noqa: PLR0913 - one launch
         (-(-num_positions * (group + 2) * head_dim // 8 // 32) * 32,),
         [
             *(qkv, qk_norm, rope, memory, *out.arguments),
-            *(ctypes.c_float(eps), _scale(head_dim), *_ints(start, capacity, num_held)),
+            *(ctypes.c_float(eps), scale_of(head_dim), *ints(start, capacity, num_held)),
         ],
     )
     return out.finish()
 
 
-def _span_bytes(plan: SpanPlan, group: int, head_dim: int, *, is_fp8: bool) -> int:
-    """Shared memory of attention_span.cu: where the partial results of a cluster meet (`Exchange` of
-    paged.cuh), then the queries."""
-    queries = plan.batches * _MAX_GROUP
-    most = max(
-        active * plan.warps * -(-queries // active)
-        for active in range(1, 9)
-        if active * plan.warps <= 32
-    )
-    num_queries = plan.batches * (_MAX_GROUP // group) * group
-    stride = head_dim + (8 if is_fp8 else 32)  # `QUERY_STRIDE` of tile.cuh
-    return most * (head_dim + 2) * 4 + num_queries * stride * 2
-
-
-class _Output:
-    """Attention output for a kernel to write, of either kind."""
-
-    def __init__(self, like: Tensor, num_rows: int, num_columns: int, kind: Kind) -> None:
-        self._is_quantised_after = kind == "bsfp8" and like.shape[-1] != 128
-        self._out: Activation
-        self.arguments: tuple[Tensor | None, Tensor | None, Tensor | None]
-        if kind == "bf16" or self._is_quantised_after:
-            values = like.new_empty(num_rows, num_columns)
-            self._out, self.arguments = values, (values, None, None)
-        else:
-            scaled = empty_block_scaled(num_rows, num_columns, like.device)
-            self._out, self.arguments = scaled, (None, scaled.data, scaled.scale)
-
-    def finish(self) -> Activation:
-        """Once the kernel is launched. A group of scales is two heads of 64: another launch."""
-        if self._is_quantised_after:
-            assert isinstance(self._out, Tensor)
-            return quantize_rows(self._out)
-        return self._out
-
-
-def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    assert head_dim in (64, 128), head_dim
-    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    assert num_heads // num_kv_heads <= _MAX_GROUP, (num_heads, num_kv_heads)
-
-
-def _check_tensors(*tensors: Tensor | None) -> None:
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        assert tensor.dtype == torch.bfloat16 and tensor.is_contiguous(), (
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride(),
-        )
-
-
-def _is_fp8(pages: KvRows) -> int:
-    return int(isinstance(pages, Fp8Rows))
-
-
-def _memory(pages: KvRows) -> tuple[Tensor, Tensor | None]:
-    """Rows and scales, as the kernels take them."""
-    if isinstance(pages, Tensor):
-        _check_tensors(pages)
-        return pages, None
-    assert pages.data.is_contiguous() and pages.scale.is_contiguous(), pages.data.stride()
-    return pages.data, pages.scale
-
-
 def _as_kind(out: Tensor, kind: Kind) -> Activation:
     return out if kind == "bf16" else quantize_rows(out)
-
-
-def _scale(head_dim: int) -> ctypes.c_float:
-    """Scores are powers of two in the kernels."""
-    return ctypes.c_float(math.log2(math.e) / math.sqrt(head_dim))
-
-
-def _ints(*values: int) -> list[nvrtc.Argument]:
-    return [ctypes.c_int32(value) for value in values]

@@ -20,6 +20,17 @@ class Plan(NamedTuple):
     buffers: int = 1  # tiles of a warp in flight
 
 
+class PartsPlan(NamedTuple):
+    """How many rows of uneven lengths are cut: into equal parts of at most `part_tiles` tiles."""
+
+    ctas: int
+    warps: int
+    blocks: int
+    part_tiles: int  # 16 or more
+    depth: int = 0
+    buffers: int = 1
+
+
 class SpanPlan(NamedTuple):
     """How attention of a span is cut; `batches` of eight queries share what a warp reads."""
 

@@ -48,7 +48,8 @@ class Fp8Rows:
         """Quantise: every step is one IEEE operation in fp32, so that a kernel has the same bits."""
         exact = rows.float()
         top = exact.abs().amax(-1).clamp_min(_MIN_AMAX)
-        scale = (top / _E4M3_MAX).bfloat16()
+        # Not by a scalar: that is a product with its reciprocal on some devices.
+        scale = (top / torch.full_like(top, _E4M3_MAX)).bfloat16()
         scaled = exact * scale.float().reciprocal()[..., None]
         return cls(scaled.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn), scale)
 

@@ -124,9 +124,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   }
 
   const Output out = {out_values, out_quantised, out_scales, num_rows, num_heads};
-  meeting.merge(out, [&](int query) {
+  meeting.merge([&](int query, float(&values)[D / 32], float2 state) {
     const int column = query % COLUMNS, row = first_row + row_of(query / COLUMNS, column);
-    const bool is_one = column < ROWS * GROUP && row < num_rows;
-    return make_int2(is_one ? row : -1, kv_head * GROUP + column % GROUP);
+    if (column < ROWS * GROUP && row < num_rows)
+      store_quotient<D>(out, row, kv_head * GROUP + column % GROUP, values, state.y, lane);
   });
 }

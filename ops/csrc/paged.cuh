@@ -107,21 +107,20 @@ struct Exchange {
     return make_uint2(cluster_address(sums, query % active), cluster_address(state, query % active));
   }
 
-  // Once every warp has stored: merges in a fixed order and stores what meets in this CTA.
-  //   row_and_head_of: of a query; row < 0: there is none.
-  template <typename RowAndHeadOf>
-  DEVICE void merge(const Output& out, RowAndHeadOf row_and_head_of) const {
+  // Once every warp has stored: merges in a fixed order what meets in this CTA, and hands it over.
+  //   take: of a query, by its number; this lane's D / 32 weighted sums, and (best, total).
+  template <typename Take>
+  DEVICE void merge(Take take) const {
     if (active > 1)
       cluster_arrive(), cluster_wait();
     else
       __syncthreads();
     const int ways = active * WARPS, stride = queries_per_cta();
     for (int slot = warp; slot * active + rank < QUERIES; slot += WARPS) {
-      const int2 target = row_and_head_of(slot * active + rank);
-      if (target.x < 0) continue;
       const float2 state = lane < ways ? storage->states[lane * stride + slot] : make_float2(LOWEST, 0);
-      const float weight = exp2f(state.x - warp_max(state.x));  // 0 where a warp had no tile
-      const float inverse = 1.f / warp_sum(state.y * weight);
+      const float best = warp_max(state.x);
+      const float weight = exp2f(state.x - best);  // 0 where a warp had no tile
+      const float total = warp_sum(state.y * weight);
       float values[D / 32] = {};
 #pragma unroll 8
       for (int way = 0; way < ways; way++) {
@@ -133,9 +132,17 @@ struct Exchange {
           values[i] += pair.x * factor, values[i + 1] += pair.y * factor;
         }
       }
-#pragma unroll
-      for (int i = 0; i < D / 32; i++) values[i] *= inverse;
-      store_head<D>(out, target.x, target.y, values, lane);
+      take(slot * active + rank, values, make_float2(best, total));
     }
   }
 };
+
+// Stores weighted sums as a head of a row.
+template <int D>
+DEVICE void store_quotient(const Output& out, int row, int head, float (&values)[D / 32], float total,
+                           int lane) {
+  const float inverse = 1.f / total;
+#pragma unroll
+  for (int i = 0; i < D / 32; i++) values[i] *= inverse;
+  store_head<D>(out, row, head, values, lane);
+}

@@ -44,11 +44,11 @@ class Paged:
         return Paged(*parts, self.slots[chosen], self.positions[chosen])
 
     def dense(self, row: int) -> Tensor:
-        """[2, H_kv, n, D], what a row may read."""
+        """[2, H_kv, n, D], what a row may read; exact."""
         length = int(self.positions[row]) + 1
         page_size = self.pages.shape[3]
         used = self.page_table[self.slots[row], : -(-length // page_size)].long()
-        pages = dequantized(self.pages[used], self.qkv.dtype)
+        pages = dequantized(self.pages[used], torch.float32)
         return pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
 
     def expected(self, q: Tensor) -> Tensor:

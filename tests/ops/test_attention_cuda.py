@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from ops import attention, reference, reference_paged
-from ops.attention_plans import Plan, SpanPlan
+from ops import attention, attention_launch, reference, reference_paged
+from ops.attention_plans import PartsPlan, Plan, SpanPlan
 from ops.embedding import embed_rows
 from ops.quantize import quantize_rows
 from tests.ops.attention_cases import EPS, bits, copied, overwrite, paged, relative_error
@@ -120,7 +120,7 @@ def test_every_plan(on_gpu, splits, length):
     case = on_gpu([length, 40], S2_PRO, max_len=8192)
     for rest in ((4, 3, 1, 0), (4, 4, 5, 2), (2, 6, 3, 4), (4, 2, 1, 1, 2)):
         plan = Plan(splits, *rest)
-        out = attention.launch_paged(case.q, None, case.where, "bf16", plan)
+        out = attention_launch.launch_paged(case.q, None, case.where, "bf16", plan)
         assert relative_error(out, case.expected(case.q)) < MAX_ERROR, plan
 
 
@@ -150,15 +150,47 @@ def test_quantised_output_is_the_bf16_output_quantised(on_gpu, num_rows):
     assert torch.equal(out.scale, expected.scale)
 
 
+def in_parts(case, kind, plan, *, most_rows=None, is_chained=False):
+    num_heads, num_kv_heads, head_dim = case.q.shape[1], case.pages.shape[2], case.q.shape[2]
+    most_parts = -(-case.page_table.shape[1] * case.pages.shape[3] // (16 * plan.part_tiles))
+    pairs = (most_rows or len(case.slots)) * num_kv_heads
+    group, device = num_heads // num_kv_heads, case.qkv.device
+    scratch = attention_launch.Scratch(pairs, most_parts, group, head_dim, device)
+    scratch.sums.fill_(torch.nan)
+    rotary = (case.qk_norm, case.rope, EPS)
+    out = attention_launch.launch_parts(
+        case.qkv, rotary, case.where, kind, plan, scratch, is_chained=is_chained
+    )
+    assert not scratch.counts.any()
+    return out
+
+
+@pytest.mark.parametrize("heads", MODELS)
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 128])
+def test_rows_in_parts(on_gpu, heads, num_rows):
+    """Rows of any lengths, of one part and of many, give what attention of whole rows gives."""
+    case = on_gpu(mixed_lengths(num_rows, seed=3), heads, max_len=8192)
+    two = case.rows(list(range(num_rows)))
+    q = attention.rope_append(two.qkv, *two.rotary, *two.where)
+    for plan in (PartsPlan(132, 4, 4, 32), PartsPlan(528, 4, 3, 64, 2, 2), PartsPlan(5, 2, 4, 512)):
+        one = case.rows(list(range(num_rows)))
+        out = in_parts(one, "bf16", plan)
+        assert relative_error(out, two.expected(q)) < MAX_ERROR, plan
+        assert torch.equal(bits(one.pages), bits(two.pages))
+        for row in {0, num_rows // 2, num_rows - 1}:
+            alone = in_parts(case.rows([row]), "bf16", plan)
+            assert torch.equal(alone[0], out[row]), (plan, row)
+
+
 def test_a_row_alone_has_the_bits_it_has_in_a_batch_of_the_same_plan(on_gpu):
     case = on_gpu(mixed_lengths(48, seed=2), S2_PRO)
     for plan in (Plan(1, 4, 4), Plan(2, 4, 3, 2), Plan(8, 4, 3, 8, 2)):
-        whole = attention.launch_paged(case.q, None, case.where, "bf16", plan)
-        again = attention.launch_paged(case.q, None, case.where, "bf16", plan)
+        whole = attention_launch.launch_paged(case.q, None, case.where, "bf16", plan)
+        again = attention_launch.launch_paged(case.q, None, case.where, "bf16", plan)
         assert torch.equal(whole, again)
         for row in (0, 5, 17, 47):
             alone = case.rows([row])
-            out = attention.launch_paged(alone.q, None, alone.where, "bf16", plan)
+            out = attention_launch.launch_paged(alone.q, None, alone.where, "bf16", plan)
             assert torch.equal(out[0], whole[row])
 
 
@@ -196,7 +228,7 @@ def test_a_chunk_of_several_slots_and_padding(on_gpu, plan):
     chunk.positions = torch.cat([positions, positions.new_zeros(4)])
     chunk.slots = chunk.slots.clone()
     chunk.slots[-4:] = case.page_table.shape[0] - 1
-    out = attention.launch_span(chunk.q, chunk.where, "bf16", plan)
+    out = attention_launch.launch_span(chunk.q, chunk.where, "bf16", plan)
     expected = chunk.expected(chunk.q)
     assert relative_error(out[:-4], expected[:-4]) < MAX_ERROR
     assert out[-4:].isnan().all()
@@ -207,9 +239,9 @@ def test_every_plan_of_a_span(on_gpu, splits):
     q, chunk = span_of(on_gpu([40, 900], S2_PRO), 1, 77)
     for rest in ((4, 1, 2, 0), (4, 2, 1, 2), (4, 4, 4, 1), (2, 3, 1, 0)):
         plan = SpanPlan(splits, *rest)
-        out = attention.launch_span(q, chunk.where, "bf16", plan)
+        out = attention_launch.launch_span(q, chunk.where, "bf16", plan)
         assert relative_error(out, chunk.expected(q)) < MAX_ERROR, plan
-        scaled = attention.launch_span(q, chunk.where, "bsfp8", plan)
+        scaled = attention_launch.launch_span(q, chunk.where, "bsfp8", plan)
         assert torch.equal(bits(scaled.data), bits(quantize_rows(out).data))
         assert torch.equal(scaled.scale, quantize_rows(out).scale)
 
@@ -223,8 +255,8 @@ def test_the_dummy_slot_disturbs_nobody(on_gpu):
     padded.positions[2:] = 0
     plan = Plan(4, 4, 3)
     rotary = (case.qk_norm, case.rope, EPS)
-    out = attention.launch_paged(padded.qkv, rotary, padded.where, "bf16", plan)
-    expected = attention.launch_paged(case.qkv, rotary, case.where, "bf16", plan)
+    out = attention_launch.launch_paged(padded.qkv, rotary, padded.where, "bf16", plan)
+    expected = attention_launch.launch_paged(case.qkv, rotary, case.where, "bf16", plan)
     assert torch.equal(out[:2], expected)
     assert torch.equal(bits(padded.pages[1:]), bits(case.pages[1:]))
 

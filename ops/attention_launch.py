@@ -1,0 +1,271 @@
+"""Launches of the attention kernels over paged memory by plans of one's own: what `ops.attention` calls,
+and benches and tests.
+
+`where` is pages, page_table, slots, positions, see `ops.attention.rope_append`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from ops import nvrtc
+from ops.attention_plans import PartsPlan, Plan, SpanPlan
+from ops.fp8_rows import Fp8Rows, KvRows
+from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
+
+MAX_PARTED_ROWS = 128
+_MAX_GROUP = 8  # query heads per key/value head: columns of an mma
+
+Where = tuple[KvRows, Tensor, Tensor, Tensor]
+
+
+def launch_paged(
+    heads: Tensor,
+    rotary: tuple[Tensor | None, Tensor, float] | None,
+    where: Where,
+    kind: Kind,
+    plan: Plan,
+    *,
+    is_chained: bool = False,
+) -> Activation:
+    """Launch `paged_attention` (heads [M, H, D]) or, given norm, table and eps, `decode_attention`
+    (heads [M, H + 2 H_kv, D]) by a plan of one's own, for benches and tests.
+
+    Args:
+        where: pages, page_table, slots, positions.
+    """
+    pages, page_table, slots, positions = where
+    num_kv_heads, page_size = pages.shape[2:4]
+    num_rows, num_heads, head_dim = heads.shape
+    qk_norm, rope, eps = rotary or (None, None, 0.0)
+    if rotary is not None:
+        num_heads -= 2 * num_kv_heads
+    check_heads(num_heads, num_kv_heads, head_dim)
+    check_tensors(heads, qk_norm)
+    assert page_size % 16 == 0, page_size
+    out = Output(heads, num_rows, num_heads * head_dim, kind)
+    nvrtc.kernel(
+        "attention.cu",
+        "attention",
+        defines={
+            "HEAD_DIM": head_dim,
+            "GROUP": num_heads // num_kv_heads,
+            "PAGE": page_size,
+            "WARPS": plan.warps,
+            "BLOCKS": plan.blocks,
+            "BUFFERS": plan.buffers,
+            "IS_FUSED": int(rotary is not None),
+            "IS_CHAINED": int(is_chained),
+            "IS_FP8": is_fp8(pages),
+        },
+    ).launch(
+        (plan.splits, num_kv_heads, num_rows),
+        (32 * plan.warps,),
+        [
+            *(
+                heads,
+                qk_norm,
+                rope,
+                *memory_arguments(pages),
+                page_table,
+                slots,
+                positions,
+                *out.arguments,
+            ),
+            *(ctypes.c_float(eps), scale_of(head_dim)),
+            *ints(page_table.shape[1], plan.min_tiles, plan.depth),
+        ],
+        cluster=(plan.splits, 1, 1),
+    )
+    return out.finish()
+
+
+class Scratch:
+    """Where parts of rows meet; kernels that use one run one after the other."""
+
+    def __init__(
+        self, num_pairs: int, most_parts: int, group: int, head_dim: int, device: torch.device
+    ):
+        """`num_pairs`: of a row and a key/value head."""
+        self.most_parts = most_parts
+        shape = (num_pairs, most_parts, group)
+        self.sums = torch.empty(*shape, head_dim, device=device)
+        self.states = torch.empty(*shape, 2, device=device)
+        self.counts = torch.zeros(num_pairs, dtype=torch.int32, device=device)
+
+
+def launch_parts(
+    heads: Tensor,
+    rotary: tuple[Tensor | None, Tensor, float],
+    where: Where,
+    kind: Kind,
+    plan: PartsPlan,
+    scratch: Scratch,
+    *,
+    is_chained: bool = False,
+) -> Activation:
+    """`decode_attention` of many rows by a plan of one's own, see `launch_paged`."""
+    pages, page_table, slots, positions = where
+    num_kv_heads, page_size = pages.shape[2:4]
+    num_rows, num_all, head_dim = heads.shape
+    num_heads = num_all - 2 * num_kv_heads
+    qk_norm, rope, eps = rotary
+    check_heads(num_heads, num_kv_heads, head_dim)
+    check_tensors(heads, qk_norm)
+    most_parts = -(-page_table.shape[1] * page_size // (16 * plan.part_tiles))
+    assert num_rows <= MAX_PARTED_ROWS and most_parts <= scratch.most_parts <= 16, (num_rows, plan)
+    assert plan.part_tiles >= 16 and num_rows * num_kv_heads <= len(scratch.counts), (
+        num_rows,
+        plan,
+    )
+    out = Output(heads, num_rows, num_heads * head_dim, kind)
+    nvrtc.kernel(
+        "attention_parts.cu",
+        "attention_parts",
+        defines={
+            "HEAD_DIM": head_dim,
+            "GROUP": num_heads // num_kv_heads,
+            "PAGE": page_size,
+            "WARPS": plan.warps,
+            "BLOCKS": plan.blocks,
+            "BUFFERS": plan.buffers,
+            "IS_FUSED": 1,
+            "IS_CHAINED": int(is_chained),
+            "IS_FP8": is_fp8(pages),
+        },
+    ).launch(
+        (plan.ctas,),
+        (32 * plan.warps,),
+        [
+            *(
+                heads,
+                qk_norm,
+                rope,
+                *memory_arguments(pages),
+                page_table,
+                slots,
+                positions,
+                *out.arguments,
+            ),
+            *(scratch.sums, scratch.states, scratch.counts),
+            *(ctypes.c_float(eps), scale_of(head_dim)),
+            *ints(page_table.shape[1], num_rows, num_kv_heads),
+            *ints(plan.part_tiles, scratch.most_parts, plan.depth),
+        ],
+    )
+    return out.finish()
+
+
+def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activation:
+    """`paged_attention` of a span by a plan of one's own. Launched as `launch_paged` is."""
+    pages, page_table, slots, positions = where
+    num_kv_heads, page_size = pages.shape[2:4]
+    num_rows, num_heads, head_dim = q.shape
+    check_heads(num_heads, num_kv_heads, head_dim)
+    check_tensors(q)
+    assert page_size % 16 == 0, page_size
+    group = num_heads // num_kv_heads
+    rows_per_cta = plan.batches * (_MAX_GROUP // group)
+    out = Output(q, num_rows, num_heads * head_dim, kind)
+    nvrtc.kernel(
+        "attention_span.cu",
+        "attention_span",
+        defines={
+            "HEAD_DIM": head_dim,
+            "GROUP": group,
+            "PAGE": page_size,
+            "WARPS": plan.warps,
+            "BATCHES": plan.batches,
+            "IS_FP8": is_fp8(pages),
+        },
+    ).launch(
+        (plan.splits, num_kv_heads, -(-num_rows // rows_per_cta)),
+        (32 * plan.warps,),
+        [
+            *(q, *memory_arguments(pages), page_table, slots, positions, *out.arguments),
+            scale_of(head_dim),
+            *ints(page_table.shape[1], num_rows, plan.min_tiles, plan.depth),
+        ],
+        shared_bytes=_span_bytes(plan, group, head_dim, is_fp8=is_fp8(pages) == 1),
+        cluster=(plan.splits, 1, 1),
+    )
+    return out.finish()
+
+
+def _span_bytes(plan: SpanPlan, group: int, head_dim: int, *, is_fp8: bool) -> int:
+    """Shared memory of attention_span.cu: where the partial results of a cluster meet (`Exchange` of
+    paged.cuh), then the queries."""
+    queries = plan.batches * _MAX_GROUP
+    most = max(
+        active * plan.warps * -(-queries // active)
+        for active in range(1, 9)
+        if active * plan.warps <= 32
+    )
+    num_queries = plan.batches * (_MAX_GROUP // group) * group
+    stride = head_dim + (8 if is_fp8 else 32)  # `QUERY_STRIDE` of tile.cuh
+    return most * (head_dim + 2) * 4 + num_queries * stride * 2
+
+
+class Output:
+    """Attention output for a kernel to write, of either kind."""
+
+    def __init__(self, like: Tensor, num_rows: int, num_columns: int, kind: Kind) -> None:
+        self._is_quantised_after = kind == "bsfp8" and like.shape[-1] != 128
+        self._out: Activation
+        self.arguments: tuple[Tensor | None, Tensor | None, Tensor | None]
+        if kind == "bf16" or self._is_quantised_after:
+            values = like.new_empty(num_rows, num_columns)
+            self._out, self.arguments = values, (values, None, None)
+        else:
+            scaled = empty_block_scaled(num_rows, num_columns, like.device)
+            self._out, self.arguments = scaled, (None, scaled.data, scaled.scale)
+
+    def finish(self) -> Activation:
+        """Once the kernel is launched. A group of scales is two heads of 64: another launch."""
+        if self._is_quantised_after:
+            assert isinstance(self._out, Tensor)
+            return quantize_rows(self._out)
+        return self._out
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    assert head_dim in (64, 128), head_dim
+    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+    assert num_heads // num_kv_heads <= _MAX_GROUP, (num_heads, num_kv_heads)
+
+
+def check_tensors(*tensors: Tensor | None) -> None:
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        assert tensor.dtype == torch.bfloat16 and tensor.is_contiguous(), (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+        )
+
+
+def is_fp8(pages: KvRows) -> int:
+    return int(isinstance(pages, Fp8Rows))
+
+
+def memory_arguments(pages: KvRows) -> tuple[Tensor, Tensor | None]:
+    """Rows and scales, as the kernels take them."""
+    if isinstance(pages, Tensor):
+        check_tensors(pages)
+        return pages, None
+    assert pages.data.is_contiguous() and pages.scale.is_contiguous(), pages.data.stride()
+    return pages.data, pages.scale
+
+
+def scale_of(head_dim: int) -> ctypes.c_float:
+    """Scores are powers of two in the kernels."""
+    return ctypes.c_float(math.log2(math.e) / math.sqrt(head_dim))
+
+
+def ints(*values: int) -> list[nvrtc.Argument]:
+    return [ctypes.c_int32(value) for value in values]
