@@ -1,6 +1,10 @@
-"""What holds for every test: signals do what they do at a prompt."""
+"""What holds for every test: one thread computes, and signals do what they do at a prompt."""
 
+import os
 import signal
+
+# Before torch is imported. With more threads a product's bits depend on how it is shared out.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell ignores SIGINT and SIGQUIT for what it starts in the background, `nohup` SIGHUP, and child
 # processes inherit that: tests that interrupt a server would wait for ever.
