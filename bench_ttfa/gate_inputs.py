@@ -6,7 +6,7 @@
 A candidate is a held-out sentence said in a built-in voice. The lead of a greedy choice is its logit
 minus the best of the others. A candidate's margin is the least lead of the semantic tokens of its
 first NUM_FRAMES frames, also when the codes between them are chosen with NOISE on every logit, which
-flips those that are near ties: they are the next frame's input. (NOISE is 0.3 logits, 8 % of their root
+flips those that are near ties: they are the next frame's input. (NOISE is 0.2 logits, 6 % of their root
 mean square.) The NUM_INPUTS candidates of the largest margin are the gate's inputs: 8 bits move logits
 a little, and what the model is sure of must stay. Nothing is run in 8 bits: the model is its plain
 PyTorch definition in fp32 on the CPU. Whoever trains the embedded model anew runs this with --write;
@@ -39,9 +39,10 @@ from ops import reference
 
 NUM_FRAMES = 5
 NUM_INPUTS = 10
-NOISE = 0.3  # logits, standard deviation
-NUM_NOISY = 24  # decodes with noise
-_NUM_SCREENED = 60  # of each voice, by their margin without noise; the rest are not tried with it
+NOISE = 0.2  # logits, standard deviation
+# (decodes with noise, how many candidates of each voice are then left, by their margin so far): few
+# decodes of all, many of the best.
+ROUNDS = ((3, 40), (8, 16), (24, 16))
 INPUTS_PATH = Path(__file__).parent / "baselines" / "gate-inputs.json"
 _BATCH = 50
 _GREEDY = SamplingParams(temperature=0)
@@ -95,26 +96,26 @@ def heldout_sentences() -> list[str]:
 
 @torch.inference_mode()
 def candidates(sentences: Sequence[str]) -> Iterator[list[GateInput]]:
-    """Those of large margins, a voice at a time."""
+    """Those that all rounds leave, a voice at a time."""
     model = load_speech_model(embedded_path(), device="cpu", dtype=torch.float32)
     turns = [_turn(model, text) for text in sentences]
+    generator = torch.Generator().manual_seed(0)
     for path in sorted((model.path / "voices").glob("*.safetensors")):
         prefix = _prefix(model, path.stem)
-        prompts = [torch.cat([prefix, turn], dim=1) for turn in turns]
-        parts = [prompts[i : i + _BATCH] for i in range(0, len(prompts), _BATCH)]
-        plain = torch.cat([Greedy(model.dual_ar, part).decode().leads.amin(1) for part in parts])
-        best = plain[:, 0].topk(min(_NUM_SCREENED, len(plain))).indices.tolist()
-        margins = _noisy_margins(Greedy(model.dual_ar, [prompts[i] for i in best]))
-        yield [
-            GateInput(
-                voice=path.stem,
-                text=sentences[i],
-                margin=round(min(margin, float(plain[i, 0])), 3),
-                plain_margin=round(float(plain[i, 0]), 3),
-                residual_margin=round(float(plain[i, 1:].min()), 3),
-            )
-            for i, margin in zip(best, margins.tolist(), strict=True)
+        left = [
+            (text, torch.cat([prefix, turn], dim=1))
+            for text, turn in zip(sentences, turns, strict=True)
         ]
+        for num_noisy, most in ROUNDS:
+            parts = [left[i : i + _BATCH] for i in range(0, len(left), _BATCH)]
+            judged = [
+                each
+                for part in parts
+                for each in _judge(model.dual_ar, path.stem, part, num_noisy, generator)
+            ]
+            kept = {each.text for each in choose(judged, most)}
+            left = [(text, prompt) for text, prompt in left if text in kept]
+        yield choose(judged, most)
 
 
 def choose(inputs: Iterable[GateInput], count: int = NUM_INPUTS) -> list[GateInput]:
@@ -216,12 +217,30 @@ class _Watch:
         return choice
 
 
-def _noisy_margins(greedy: Greedy) -> Tensor:
-    """f32 [N], least leads of the greedy tokens when the codes between them are noisy."""
-    semantic = greedy.decode().frames[..., :2]
-    generator = torch.Generator().manual_seed(0)
-    noisy = [greedy.decode(semantic, generator).leads[..., 0] for _ in range(NUM_NOISY)]
-    return torch.stack(noisy).amin((0, 2))
+def _judge(
+    model: DualAR,
+    voice: str,
+    prompts: Sequence[tuple[str, Tensor]],
+    num_noisy: int,
+    noise: torch.Generator,
+) -> list[GateInput]:
+    """Sentences and their prompts in one voice, with margins over so many decodes with noise."""
+    greedy = Greedy(model, [prompt for _, prompt in prompts])
+    plain = greedy.decode()
+    tokens = plain.frames[..., :2]  # and codebook 0, which is the same
+    noisy = [greedy.decode(tokens, noise).leads[..., 0].amin(1) for _ in range(num_noisy)]
+    least = plain.leads.amin(1)
+    margins = torch.stack([least[:, 0], *noisy]).amin(0)
+    return [
+        GateInput(
+            voice=voice,
+            text=text,
+            margin=round(float(margins[i]), 3),
+            plain_margin=round(float(least[i, 0]), 3),
+            residual_margin=round(float(least[i, 1:].min()), 3),
+        )
+        for i, (text, _) in enumerate(prompts)
+    ]
 
 
 def _prefix(model: SpeechModel, name: str) -> Tensor:

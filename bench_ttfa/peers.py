@@ -219,7 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if peer.name not in wanted:
             continue
         try:
-            timings += measure(peer, copies, rows)
+            measured = measure(peer, copies, rows)
+            timings += measured
+            figures = ", ".join(f"{timing.rows} rows {timing.us:.1f}" for timing in measured)
+            print(f"{peer.name}: us, {figures}", flush=True)
         except Exception as error:  # noqa: BLE001 each library has its own
             missing[peer.name] = reason_of(error)
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth:.0f} GB/s")

@@ -78,8 +78,10 @@ def test_the_gate_shuts_on_wrong_scales(side, fault, monkeypatch, capsys):
     assert main(["--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert "CLOSED: the logits' relative error" in printed
-    assert "CLOSED: reading its own codes, other semantic tokens" in printed
     assert "is overturned" in printed
+    # Neighbouring groups of a weight have much the same scale: the inputs' tokens stand that.
+    has_other_tokens = (side, fault) != ("weights", "group before")
+    assert ("CLOSED: reading its own codes, other semantic tokens" in printed) == has_other_tokens
 
 
 @pytest.mark.gpu
@@ -130,7 +132,6 @@ def test_the_clearest_are_chosen():
 
 def test_candidates_are_judged_in_bf16_alone(monkeypatch):
     monkeypatch.setattr(dual_ar_cuda, "FusedDualAR", None)  # what runs 8 bits
-    monkeypatch.setattr(gate_inputs, "_NUM_SCREENED", 2)
-    monkeypatch.setattr(gate_inputs, "NUM_NOISY", 2)
-    of_voice = next(iter(gate_inputs.candidates(gate_inputs.heldout_sentences()[:3])))
-    assert len(of_voice) == 2 and all(each.margin <= each.plain_margin for each in of_voice)
+    monkeypatch.setattr(gate_inputs, "ROUNDS", ((1, 2), (2, 1)))
+    (best,) = next(iter(gate_inputs.candidates(gate_inputs.heldout_sentences()[:3])))
+    assert best.margin <= best.plain_margin
