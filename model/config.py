@@ -31,98 +31,48 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
+from model.json_fields import Fields
 
 NESTED_SCHEMA = "fish_qwen3_omni"
 FLAT_SCHEMA = "dual_ar"
 
-_STACK_FIELDS = frozenset(
-    [
-        "n_layer",
-        "dim",
-        "n_head",
-        "n_local_heads",
-        "head_dim",
-        "intermediate_size",
-        "rope_base",
-        "norm_eps",
-        "max_seq_len",
-        "attention_qk_norm",
-        "attention_qkv_bias",
-        "attention_o_bias",
-    ]
-)
-_FAST_STACK_FIELDS = (_STACK_FIELDS - {"n_layer", "rope_base", "norm_eps", "max_seq_len"}) | {
-    "n_fast_layer"
-}
 # Fields that real checkpoints carry and that change nothing in inference.
-_INERT_FIELDS = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "dtype",
-        "torch_dtype",
-        "transformers_version",
-        "model_type",
-        "initializer_range",
-        "use_gradient_checkpointing",
-        "is_reward_model",
-        "dropout",
-        "num_experts",
-        "num_experts_per_tok",
-        "norm_topk_prob",
-        "moe_intermediate_size",
-        "use_aux_loss_free",
-        "router_gamma",
-        "audio_embed_dim",
-        "audio_hidden_dim",
-        "bos_token_id",
-        "pad_token_id",
-        "audio_pad_token_id",
-        "use_cache",
-        "chunk_size_feed_forward",
-        "id2label",
-        "label2id",
-        "is_decoder",
-        "is_encoder_decoder",
-        "output_attentions",
-        "output_hidden_states",
-        "problem_type",
-        "return_dict",
-    ]
+_INERT_FIELDS = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "model_type",
+    "initializer_range",
+    "use_gradient_checkpointing",
+    "is_reward_model",
+    "dropout",
+    "num_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "moe_intermediate_size",
+    "use_aux_loss_free",
+    "router_gamma",
+    "audio_embed_dim",
+    "audio_hidden_dim",
+    "bos_token_id",
+    "pad_token_id",
+    "audio_pad_token_id",
+    "use_cache",
+    "chunk_size_feed_forward",
+    "id2label",
+    "label2id",
+    "is_decoder",
+    "is_encoder_decoder",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
 )
-_TOP_FIELDS = frozenset(
-    [
-        "text_config",
-        "audio_decoder_config",
-        "audio_encoder_config",
-        "codec_config",
-        "plosive",
-        "plosive_quantization",  # read by model.quantized
-        "eos_token_id",
-        "semantic_start_token_id",
-        "semantic_end_token_id",
-        "tie_word_embeddings",
-    ]
-)
-_TEXT_FIELDS = _STACK_FIELDS | {"vocab_size", "tie_word_embeddings", "use_moe", "eos_token_id"}
-_AUDIO_FIELDS = _TEXT_FIELDS | {"num_codebooks", "text_dim"}
-_FLAT_FIELDS = (
-    _TEXT_FIELDS
-    | {f if f.startswith("n_fast") else f"fast_{f}" for f in _FAST_STACK_FIELDS}
-    | {
-        "codec_config",
-        "plosive",
-        "plosive_quantization",
-        "codebook_size",
-        "num_codebooks",
-        "scale_codebook_embeddings",
-        "norm_fastlayer_input",
-        "share_codebook_embeddings",
-        "semantic_start_token_id",
-        "semantic_end_token_id",
-    }
-)
+# Fields that others read: the codec, the server, `model.quantized`.
+_OTHERS_FIELDS = ("codec_config", "plosive", "plosive_quantization")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,70 +212,8 @@ class DualARConfig:
             raise ConfigError(f"{path}: {error}") from error
 
 
-class _Fields:
-    """Typed access to one JSON object; every complaint names the full field."""
-
-    def __init__(self, data: Mapping[str, Any], known: frozenset[str] | set[str], where: str = ""):
-        self._data = data
-        self._where = where
-        unknown = sorted(set(data) - known - _INERT_FIELDS)
-        if unknown:
-            raise ConfigError(
-                f"unknown field{'s' * (len(unknown) > 1)} "
-                f"{', '.join(where + name for name in unknown)}; "
-                f"valid ones are {', '.join(sorted(known))}"
-            )
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self._data.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self.bad(name, "a positive integer")
-        return value
-
-    def id(self, name: str) -> int | None:
-        value = self._data.get(name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise self.bad(name, "a token id")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._data.get(name)
-        if value is None and default is not None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.bad(name, "a positive number")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self._data.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.bad(name, "true or false")
-        return value
-
-    def expect(self, name: str, wanted: Any, default: Any) -> None:
-        """Refuse a variant of the architecture that this code does not have."""
-        if self._data.get(name, default) != wanted:
-            raise self.bad(name, json.dumps(wanted), default)
-
-    def child(self, name: str, known: frozenset[str]) -> _Fields:
-        value = self._data.get(name)
-        if not isinstance(value, dict):
-            raise self.bad(name, "an object")
-        return _Fields(value, known, f"{self._where}{name}.")
-
-    def bad(self, name: str, expected: str, default: Any = None) -> ConfigError:
-        got = f"got {json.dumps(self._data[name])}" if name in self._data else "it is missing"
-        if name not in self._data and default is not None:
-            got += f" (which means {json.dumps(default)})"
-        return ConfigError(f"{self._where}{name}: {got}, expected {expected}")
-
-
 def _stack(
-    fields: _Fields, prefix: str, layers: str, fallback: StackConfig | None, max_len: int | None
+    fields: Fields, prefix: str, layers: str, fallback: StackConfig | None, max_len: int | None
 ) -> StackConfig:
     """Read one stack; RoPE base and epsilon of the fast AR default to those of the slow AR."""
     dim = fields.integer(prefix + "dim", fallback.dim if fallback and prefix else None)
@@ -348,22 +236,21 @@ def _stack(
     )
 
 
-def _kv_heads(fields: _Fields, prefix: str, num_heads: int) -> int:
+def _kv_heads(fields: Fields, prefix: str, num_heads: int) -> int:
     """Both schemas write "one key/value head per query head" as -1."""
     name = prefix + "n_local_heads"
     return num_heads if fields.id(name) in (None, -1) else fields.integer(name)
 
 
 def _from_nested(data: Mapping[str, Any]) -> DualARConfig:
-    top = _Fields(data, _TOP_FIELDS)
-    text = top.child("text_config", _TEXT_FIELDS)
-    audio = top.child("audio_decoder_config", _AUDIO_FIELDS)
+    top = Fields(data)
+    text, audio = top.child("text_config"), top.child("audio_decoder_config")
     for fields in (text, audio):
-        fields.expect("use_moe", False, False)
+        fields.expect("use_moe", False)
     slow = _stack(text, "", "n_layer", None, None)
     num_codebooks = audio.integer("num_codebooks")
-    audio.expect("text_dim", slow.dim, slow.dim)
-    return DualARConfig(
+    audio.expect("text_dim", slow.dim)
+    config = DualARConfig(
         slow=slow,
         fast=_stack(audio, "", "n_layer", slow, num_codebooks + 1),
         vocab_size=text.integer("vocab_size"),
@@ -374,18 +261,23 @@ def _from_nested(data: Mapping[str, Any]) -> DualARConfig:
         semantic_end_id=top.id("semantic_end_token_id"),
         end_id=top.id("eos_token_id"),
     )
+    top.ignore("audio_encoder_config", "tie_word_embeddings")
+    text.ignore("eos_token_id")
+    audio.ignore("eos_token_id", "max_seq_len", "tie_word_embeddings")
+    _close(top, text, audio)
+    return config
 
 
 def _from_flat(data: Mapping[str, Any]) -> DualARConfig:
-    fields = _Fields(data, _FLAT_FIELDS)
-    fields.expect("use_moe", False, False)
+    fields = Fields(data)
+    fields.expect("use_moe", False)
     # Both were off in the first published models, whose arithmetic this code does not have.
-    fields.expect("scale_codebook_embeddings", True, False)
-    fields.expect("norm_fastlayer_input", True, False)
-    fields.expect("share_codebook_embeddings", True, True)
+    fields.expect("scale_codebook_embeddings", True, default=False)
+    fields.expect("norm_fastlayer_input", True, default=False)
+    fields.expect("share_codebook_embeddings", True)
     slow = _stack(fields, "", "n_layer", None, None)
     num_codebooks = fields.integer("num_codebooks")
-    return DualARConfig(
+    config = DualARConfig(
         slow=slow,
         fast=_stack(fields, "fast_", "n_fast_layer", slow, num_codebooks + 1),
         vocab_size=fields.integer("vocab_size"),
@@ -396,3 +288,12 @@ def _from_flat(data: Mapping[str, Any]) -> DualARConfig:
         semantic_end_id=fields.id("semantic_end_token_id"),
         end_id=fields.id("eos_token_id"),
     )
+    _close(fields)
+    return config
+
+
+def _close(top: Fields, *others: Fields) -> None:
+    top.ignore(*_OTHERS_FIELDS)
+    for fields in (top, *others):
+        fields.ignore(*_INERT_FIELDS)
+        fields.close()

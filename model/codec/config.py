@@ -8,12 +8,12 @@ key is an error, so that no setting is silently ignored.
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from model.errors import ConfigError
+from model.json_fields import Fields
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class DacConfig:
             ConfigError: naming the key that is missing, unknown or of the wrong type.
         """
         read = _read_nested if "quantizer" in raw else _read_flat
-        return read(_Fields(raw, "codec_config"))
+        return read(Fields(raw, "codec_config"))
 
     @staticmethod
     def s2() -> DacConfig:
@@ -121,89 +121,18 @@ _S2: Mapping[str, Any] = {
 }
 
 _UNUSED_LAYERS = "decoder_transformer_layers"
-_MISSING = object()
-_MAX_COUNT = 2**31 - 1
 MAX_RATE_HZ = 192_000
 _MAX_CODEBOOKS = 1024
 
 
-class _Fields:
-    """A JSON object whose fields are taken one by one, so that left-over ones are seen."""
-
-    def __init__(self, raw: object, where: str) -> None:
-        if not isinstance(raw, Mapping):
-            raise ConfigError(f"{where}: expected an object, found {type(raw).__name__}")
-        self._left = dict(raw)
-        self._where = where
-
-    def _take(self, key: str, default: object) -> object:
-        value = self._left.pop(key, default)
-        if value is _MISSING:
-            raise ConfigError(f"{self._where}.{key}: missing")
-        return value
-
-    def _bad(self, key: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"{self._where}.{key}: expected {expected}, found {value!r}")
-
-    def count(self, key: str, default: object = _MISSING, most: int = _MAX_COUNT) -> int:
-        value = self._take(key, default)
-        if not _is_count(value):
-            raise self._bad(key, value, "a positive integer")
-        assert isinstance(value, int), value
-        if value > most:
-            raise self._bad(key, value, f"at most {most}")
-        return value
-
-    def number(self, key: str, default: object = _MISSING) -> float:
-        value = self._take(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._bad(key, value, "a positive number")
-        if value > sys.float_info.max:
-            raise self._bad(key, value, "a finite number")
-        return float(value)
-
-    def counts(
-        self, key: str, default: object = _MISSING, allowed: Callable[[object], bool] | None = None
-    ) -> tuple[int, ...]:
-        value = self._take(key, default)
-        is_allowed = allowed or _is_count
-        if not isinstance(value, list | tuple) or not value or not all(map(is_allowed, value)):
-            raise self._bad(key, value, "a list of integers")
-        return tuple(value)
-
-    def fields(self, key: str) -> _Fields:
-        return _Fields(self._take(key, _MISSING), f"{self._where}.{key}")
-
-    def must_be(self, key: str, expected: object) -> None:
-        value = self._take(key, expected)
-        if value != expected:
-            raise self._bad(key, value, repr(expected))
-
-    def ignore(self, *keys: str) -> None:
-        for key in keys:
-            self._left.pop(key, None)
-
-    def finish(self) -> None:
-        if self._left:
-            raise ConfigError(f"{self._where}: unknown keys {sorted(self._left)}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _is_count_or_zero(value: object) -> bool:
-    return value == 0 or _is_count(value)
-
-
-def _read_nested(top: _Fields) -> DacConfig:
-    general, quantizer = top.fields("transformer"), top.fields("quantizer")
-    pre_post = quantizer.fields("pre_post")
-    head_dim, rope_base = general.count("head_dim"), general.number("rope_base")
-    norm_eps, multiple = general.number("norm_eps"), general.count("intermediate_multiple")
-    window = general.count("encoder_window")
-    encoder_dim, latent_dim = top.count("encoder_dim"), quantizer.count("input_dim")
-    layers = top.counts("encoder_transformer_layers", allowed=_is_count_or_zero)
+def _read_nested(top: Fields) -> DacConfig:
+    general, quantizer = top.child("transformer"), top.child("quantizer")
+    pre_post = quantizer.child("pre_post")
+    head_dim, rope_base = general.integer("head_dim"), general.number("rope_base")
+    norm_eps, multiple = general.number("norm_eps"), general.integer("intermediate_multiple")
+    window = general.integer("encoder_window")
+    encoder_dim, latent_dim = top.integer("encoder_dim"), quantizer.integer("input_dim")
+    layers = top.integers("encoder_transformer_layers", least=0)
 
     def encoder_transformer(block: int, num_layers: int) -> TransformerConfig | None:
         dim = encoder_dim * 2 ** (block + 1)
@@ -217,37 +146,37 @@ def _read_nested(top: _Fields) -> DacConfig:
         )
 
     transformer = TransformerConfig(
-        num_layers=pre_post.count("n_layer"),
-        num_heads=pre_post.count("n_head"),
+        num_layers=pre_post.integer("n_layer"),
+        num_heads=pre_post.integer("n_head"),
         head_dim=head_dim,
-        dim=pre_post.count("dim"),
-        intermediate_dim=pre_post.count("intermediate_size"),
-        window=pre_post.count("window_size"),
+        dim=pre_post.integer("dim"),
+        intermediate_dim=pre_post.integer("intermediate_size"),
+        window=pre_post.integer("window_size"),
         rope_base=rope_base,
         norm_eps=norm_eps,
     )
-    pre_post.must_be("causal", True)
+    pre_post.expect("causal", True)
     semantic, num_residual = (
-        quantizer.count("semantic_codebook_size"),
-        quantizer.count("n_codebooks", most=_MAX_CODEBOOKS),
+        quantizer.integer("semantic_codebook_size"),
+        quantizer.integer("n_codebooks", most=_MAX_CODEBOOKS),
     )
     config = DacConfig(
-        sample_rate=top.count("sample_rate", most=MAX_RATE_HZ),
+        sample_rate=top.integer("sample_rate", most=MAX_RATE_HZ),
         encoder_dim=encoder_dim,
-        encoder_rates=top.counts("encoder_rates"),
-        decoder_dim=top.count("decoder_dim"),
-        decoder_rates=top.counts("decoder_rates"),
+        encoder_rates=top.integers("encoder_rates"),
+        decoder_dim=top.integer("decoder_dim"),
+        decoder_rates=top.integers("decoder_rates"),
         latent_dim=latent_dim,
-        downsample_factors=quantizer.counts("downsample_factor"),
-        codebook_sizes=(semantic, *[quantizer.count("codebook_size")] * num_residual),
-        codebook_dim=quantizer.count("codebook_dim"),
+        downsample_factors=quantizer.integers("downsample_factor"),
+        codebook_sizes=(semantic, *[quantizer.integer("codebook_size")] * num_residual),
+        codebook_dim=quantizer.integer("codebook_dim"),
         convnext_multiple=4,
         encoder_transformers=tuple(encoder_transformer(i, n) for i, n in enumerate(layers)),
         pre=transformer,
         post=transformer,
     )
     # The decoder's transformers are configured in published checkpoints but hold no weights.
-    unused = top.counts(_UNUSED_LAYERS, [0] * len(config.decoder_rates), _is_count_or_zero)
+    unused = top.integers(_UNUSED_LAYERS, [0] * len(config.decoder_rates), least=0)
     if len(unused) != len(config.decoder_rates):
         raise ConfigError(
             f"codec_config: {len(unused)} {_UNUSED_LAYERS} for {len(config.decoder_rates)} "
@@ -255,14 +184,14 @@ def _read_nested(top: _Fields) -> DacConfig:
         )
     top.ignore("type")
     for fields in (pre_post, quantizer, general, top):
-        fields.finish()
+        fields.close()
     return config
 
 
-def _read_flat(top: _Fields) -> DacConfig:
-    latent_dim, encoder_rates = top.count("latent_dim"), top.counts("encoder_rates")
-    num_heads, head_dim = top.count("tf_heads"), top.count("tf_head_dim")
-    intermediate_dim, window = top.count("tf_inter"), top.count("window")
+def _read_flat(top: Fields) -> DacConfig:
+    latent_dim, encoder_rates = top.integer("latent_dim"), top.integers("encoder_rates")
+    num_heads, head_dim = top.integer("tf_heads"), top.integer("tf_head_dim")
+    intermediate_dim, window = top.integer("tf_inter"), top.integer("window")
     rope_base, norm_eps = top.number("rope_base"), top.number("norm_eps")
 
     def transformer(num_layers: int) -> TransformerConfig:
@@ -278,27 +207,27 @@ def _read_flat(top: _Fields) -> DacConfig:
         )
 
     semantic, num_residual = (
-        top.count("semantic_codebook_size"),
-        top.count("n_codebooks", most=_MAX_CODEBOOKS),
+        top.integer("semantic_codebook_size"),
+        top.integer("n_codebooks", most=_MAX_CODEBOOKS),
     )
     config = DacConfig(
-        sample_rate=top.count("sample_rate", most=MAX_RATE_HZ),
-        encoder_dim=top.count("encoder_dim"),
+        sample_rate=top.integer("sample_rate", most=MAX_RATE_HZ),
+        encoder_dim=top.integer("encoder_dim"),
         encoder_rates=encoder_rates,
-        decoder_dim=top.count("decoder_dim"),
-        decoder_rates=top.counts("decoder_rates"),
+        decoder_dim=top.integer("decoder_dim"),
+        decoder_rates=top.integers("decoder_rates"),
         latent_dim=latent_dim,
-        downsample_factors=top.counts("downsample_factor"),
-        codebook_sizes=(semantic, *[top.count("codebook_size")] * num_residual),
-        codebook_dim=top.count("codebook_dim"),
-        convnext_multiple=top.count("convnext_mult", 4),
+        downsample_factors=top.integers("downsample_factor"),
+        codebook_sizes=(semantic, *[top.integer("codebook_size")] * num_residual),
+        codebook_dim=top.integer("codebook_dim"),
+        convnext_multiple=top.integer("convnext_mult", 4),
         encoder_transformers=(None,) * len(encoder_rates),
-        pre=transformer(top.count("pre_layers")),
-        post=transformer(top.count("post_layers")),
+        pre=transformer(top.integer("pre_layers")),
+        post=transformer(top.integer("post_layers")),
     )
-    top.must_be("causal", True)
-    top.must_be("hop", config.frame_samples)
-    top.must_be("quantizers_total", config.num_codebooks)
+    top.expect("causal", True)
+    top.expect("hop", config.frame_samples)
+    top.expect("quantizers_total", config.num_codebooks)
     top.ignore("type", "frame_rate", "encoder_lookahead_training_samples")
-    top.finish()
+    top.close()
     return config

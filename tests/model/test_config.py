@@ -156,6 +156,8 @@ def changed(path: str, value) -> dict:
         ("text_config.dim", KeyError, "text_config.dim: it is missing, expected a positive"),
         ("text_config.dim", "big", 'text_config.dim: got "big", expected a positive integer'),
         ("text_config.dim", -1, "text_config.dim: got -1, expected a positive integer"),
+        ("text_config.dim", 2**62, "text_config.dim: got 4[0-9]+, expected at most 2147483647"),
+        ("text_config.norm_eps", 10**400, "norm_eps: got 10{59}[.]{3}, expected a finite number"),
         ("text_config.n_layer", True, "text_config.n_layer: got true, expected a positive"),
         ("text_config.rope_base", 0, "text_config.rope_base: got 0, expected a positive number"),
         ("text_config.attention_qk_norm", 1, "attention_qk_norm: got 1, expected true or false"),

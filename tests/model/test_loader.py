@@ -270,9 +270,13 @@ def test_unknown_token_ids(checkpoint):
     ("field", "value", "message"),
     [
         ("n_layer", 10**9, "1000000[0-9]+ layers .n_layer., the weights are [0-9]+ tensors"),
-        ("vocab_size", 10**30, "there is no room on cpu for a model of config.json's sizes"),
-        ("dim", 2**62, "there is no room on cpu for a model of config.json's sizes"),
-        ("intermediate_size", 2**40, "there is no room on cpu for a model of config.json's sizes"),
+        ("vocab_size", 2**31 - 1, "there is no room on cpu for a model of config.json's sizes"),
+        ("dim", 2**31 - 2, "there is no room on cpu for a model of config.json's sizes"),
+        (
+            "intermediate_size",
+            2**31 - 1,
+            "there is no room on cpu for a model of config.json's sizes",
+        ),
     ],
 )
 @pytest.mark.parametrize("read", [load, lambda path: plan_quantization(path, "bsgemm")])
