@@ -12,9 +12,12 @@ import ormsgpack
 import soxr
 from websockets.asyncio.client import ClientConnection, connect
 
+from realtime.pingpong.messages import SetText
+from tests.fakes import FakeEngine
 from tests.realtime.support import TIMEOUT_S, Served
 
 LIVE = "/v1/tts/live"
+SENTENCES = ("The quick brown fox jumps. ", "It runs over the lazy dog. ", "Then it sleeps.")
 TEXT = "The quick brown fox jumps over the lazy dog. Then it sleeps until noon."
 
 
@@ -83,3 +86,13 @@ def assert_same(got: np.ndarray, sent: np.ndarray, in_rate: int, out_rate: int) 
     assert abs(len(got) - len(sent) * out_rate / in_rate) <= 1
     num = min(len(got), len(expected))
     assert np.abs(got[:num] - expected[:num]).max() < 3 / 32767
+
+
+def spoken(engine: FakeEngine) -> str:
+    """All text that the engine was given to speak, in order."""
+    closed = [c for c in engine.seen(SetText) if isinstance(c, SetText) and c.is_closed]
+    return " ".join(command.text.strip() for command in closed)
+
+
+def said(engine: FakeEngine, *turn_ids: int) -> np.ndarray:
+    return np.concatenate([engine.pcm(0, turn_id) for turn_id in turn_ids])

@@ -1,35 +1,27 @@
-"""`/v1/tts/live`: events, several starts on one socket, interruptions, errors, leaving at any stage."""
+"""`/v1/tts/live`: events, several starts on one socket, formats, voices, times of words."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ormsgpack
 import pytest
-from websockets.asyncio.client import connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from realtime.adapters import fish_live
-from realtime.pingpong.messages import CancelTurn, EndTurn, OpenSlot, SetText
-from tests.adapters.fish_support import LIVE, TEXT, assert_same, decode, live, pcm_of
-from tests.fakes import FakeEngine
+from realtime.pingpong.messages import OpenSlot
+from tests.adapters.fish_support import (
+    LIVE,
+    SENTENCES,
+    TEXT,
+    assert_same,
+    decode,
+    live,
+    pcm_of,
+    said,
+    spoken,
+)
 from tests.realtime.support import make_engine, serving
 from tests.realtime.test_voices import clip
-
-SENTENCES = ("The quick brown fox jumps. ", "It runs over the lazy dog. ", "Then it sleeps.")
-
-
-def spoken(engine: FakeEngine) -> str:
-    """All text that the engine was given to speak, in order."""
-    closed = [c for c in engine.seen(SetText) if isinstance(c, SetText) and c.is_closed]
-    return " ".join(command.text.strip() for command in closed)
-
-
-def said(engine: FakeEngine, *turn_ids: int) -> np.ndarray:
-    return np.concatenate([engine.pcm(0, turn_id) for turn_id in turn_ids])
-
 
 # ---------------------------------------------------------------------------- turns
 
@@ -217,123 +209,6 @@ async def test_voice_and_sampling_of_each_start(tmp_path: Path) -> None:
         assert [command.sampling.temperature for command in opened] == [0.1, 0.7, 0.7]
 
 
-# ---------------------------------------------------------------------------- interruptions
-
-
-async def test_a_start_without_a_stop_takes_over(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
-    engine.hold()
-    async with serving(tmp_path, engine) as served, live(served) as fish:
-        await fish.start()
-        await fish.send("text", text=TEXT * 5)
-        await fish.send("flush")
-        engine.let(4)
-        await fish.until("audio")
-        await fish.start(format="wav", text="Something else entirely.")
-        await fish.send("stop")
-        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(CancelTurn)))
-        engine.let_all()
-        audio = await fish.until_finish()
-        audio = audio[audio.index(b"RIFF") + 44 :]
-        assert_same(pcm_of(audio), engine.pcm(0, 2), 24_000, 24_000)
-
-
-@pytest.mark.parametrize("stage", ["connected", "started", "text", "speaking", "stopped"])
-async def test_a_client_that_leaves_frees_the_slot(tmp_path: Path, stage: str) -> None:
-    engine = make_engine(tmp_path, num_slots=1)
-    engine.hold()
-    async with serving(tmp_path, engine) as served:
-        async with live(served) as fish:
-            if stage != "connected":
-                await fish.start()
-            if stage in ("text", "speaking", "stopped"):
-                await fish.send("text", text=TEXT)
-            if stage == "speaking":
-                engine.let(3)
-                await fish.send("flush")
-                await fish.until("audio")
-            if stage == "stopped":
-                await fish.send("stop")
-        await served.until_free()
-        engine.let_all()
-        async with live(served) as fish:  # the slot is usable again, nothing old is heard
-            await fish.start(text=TEXT)
-            await fish.send("stop")
-            audio = await fish.until_finish()
-            assert len(audio) == len(engine.emitted[0, 1]) * 1920 or stage == "speaking"
-
-
-async def test_the_lead_is_bounded_when_nobody_cancels(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
-    async with serving(tmp_path, engine, max_lead_ms=500) as served, live(served) as fish:
-        for speed in (1.0, 2.0, 0.5):  # what is played faster needs more
-            await fish.start(text=TEXT, prosody={"speed": speed})
-            await fish.send("stop")
-            await fish.until_finish()
-        opened = [command for command in engine.seen(OpenSlot) if isinstance(command, OpenSlot)]
-        assert [command.max_lead_ms for command in opened] == [500, 60_000, 500]
-
-
-async def test_a_client_that_does_not_read_is_closed(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
-    async with serving(tmp_path, engine, write_stall_s=0.3) as served:
-        url = f"ws://127.0.0.1:{served.port}{LIVE}"
-        async with connect(url, proxy=None, close_timeout=0.2, max_queue=1) as socket:
-            start = {"event": "start", "request": {"text": "", "format": "wav"}}
-            await socket.send(ormsgpack.packb(start))
-            await socket.send(ormsgpack.packb({"event": "text", "text": TEXT * 400}))
-            await socket.send(ormsgpack.packb({"event": "stop"}))
-            await served.until_free()
-
-
-# ---------------------------------------------------------------------------- errors
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ({"reference_id": "nobody"}, "there is no voice"),
-        ({"reference_id": "../x"}, "there is no voice"),
-        ({"format": "flac"}, "format"),
-        ({"sample_rate": 12_345}, "sample_rate"),
-        ({"references": [{"audio": b"no audio", "text": "x"}]}, "not audio"),
-        ({"top_p": "high"}, "top_p"),
-    ],
-)
-async def test_a_bad_start(tmp_path: Path, request_: dict[str, Any], message: str) -> None:
-    async with serving(tmp_path) as served, live(served) as fish:
-        await fish.start(**request_)
-        await fish.send("text", text="this is not spoken")
-        await fish.send("stop")
-        finish = await fish.next()
-        assert finish == {"event": "finish", "reason": "error", "message": finish["message"]}
-        assert message in finish["message"]
-        await fish.start(text=TEXT)  # the socket can be used again
-        await fish.send("stop")
-        await fish.until_finish()
-        assert "not spoken" not in spoken(served.engine)
-
-
-async def test_garbage(tmp_path: Path) -> None:
-    frames: list[bytes | str] = [
-        b"",
-        b"\xc1",
-        ormsgpack.packb({"event": "start"})[:-2],
-        ormsgpack.packb([1, 2]),
-        "a text frame",
-    ]
-    async with serving(tmp_path) as served, live(served) as fish:
-        for frame in frames:
-            await fish.socket.send(frame)
-            assert (await fish.next())["reason"] == "error"
-        await fish.start()
-        await fish.send("text", text=5)
-        assert "text" in (await fish.next())["message"]
-        await fish.start(text=TEXT)
-        await fish.send("stop")
-        await fish.until_finish()
-
-
 async def test_the_last_sentence_needs_no_flush(tmp_path: Path) -> None:
     """It does not wait for the next text, as with Fish's own service (pipecat#827, #899)."""
     async with serving(tmp_path, auto_flush_ms=1) as served, live(served) as fish:
@@ -343,80 +218,3 @@ async def test_the_last_sentence_needs_no_flush(tmp_path: Path) -> None:
         await fish.send("text", text="And bye.")
         await fish.send("stop")
         await fish.until_finish()
-
-
-async def test_a_flood_of_text_ends_in_an_error(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
-    engine.hold()
-    async with (
-        serving(tmp_path, engine, max_text_chars_per_s=0) as served,
-        live(served) as fish,
-    ):
-        await fish.start()
-        for _ in range(20):
-            await fish.send("text", text="word " * 9_000)
-        assert (await fish.next())["reason"] == "error"
-        engine.let_all()
-        await fish.start(text=TEXT)
-        await fish.send("stop")
-        await fish.until_finish()
-
-
-async def test_more_text_a_second_than_is_permitted_ends_in_an_error(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
-    async with serving(tmp_path, engine) as served, live(served) as fish:
-        await fish.start()
-        for _ in range(10):
-            await fish.send("text", text="word " * 3_000)
-        while (finish := await fish.next())["event"] != "finish":
-            pass
-        assert finish["reason"] == "error" and "1,000 characters of text a second" in str(finish)
-        await fish.start()
-        await fish.send("stop")
-        await fish.until_finish()
-
-
-async def test_an_engine_that_dies_ends_the_socket(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
-    async with serving(tmp_path, engine) as served, live(served) as fish:
-        await fish.start()
-        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(OpenSlot)))
-        engine.die()
-        assert (await fish.next())["reason"] == "error"
-        with pytest.raises(ConnectionClosed) as closed:
-            await fish.next()
-        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1011
-
-
-async def test_a_draining_server_finishes_what_is_stopped(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path)
-    engine.hold()
-    async with serving(tmp_path, engine, drain_s=10.0) as served, live(served) as fish:
-        await fish.start(text=TEXT)
-        await fish.send("stop")
-        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(EndTurn)))
-        served.server.stop()
-        engine.let_all()
-        audio = await fish.until_finish()
-        assert_same(pcm_of(audio), engine.pcm(0, 1), 24_000, 24_000)
-        with pytest.raises(ConnectionClosed) as closed:
-            await fish.next()
-        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
-
-
-async def test_refused_before_the_upgrade(tmp_path: Path) -> None:
-    async with serving(tmp_path, make_engine(tmp_path, num_slots=1)) as served:
-        async with live(served):
-            with pytest.raises(InvalidStatus) as refused:
-                async with live(served):
-                    pass
-            response = refused.value.response
-            assert response.status_code == 503
-            assert int(response.headers["Retry-After"]) >= 1
-            assert set(json.loads(response.body)) == {"status", "message"}
-        await served.until_free()
-
-
-async def test_no_compression(tmp_path: Path) -> None:
-    async with serving(tmp_path) as served, live(served) as fish:
-        assert "Sec-WebSocket-Extensions" not in fish.socket.response.headers

@@ -31,6 +31,7 @@ from realtime.wire import (
     PACKET_MS,
     SUBPROTOCOL,
     AudioFlags,
+    AudioFormat,
     AudioKind,
     AudioPacket,
     ClientMessage,
@@ -57,6 +58,8 @@ from realtime.wire import (
 SAMPLE_RATE_HZ = 24_000
 PACKET_SAMPLES = SAMPLE_RATE_HZ * PACKET_MS // 1000
 PACKETS_PER_WORD = 3
+PCM_FORMAT = AudioFormat(codec="pcm_s16le")
+PACKET = b"\0\0" * PACKET_SAMPLES  # of silence
 OPUS = EffectiveFormat(codec="opus", sample_rate=SAMPLE_RATE_HZ, pre_skip_samples=156)
 PCM = EffectiveFormat(codec="pcm_s16le", sample_rate=SAMPLE_RATE_HZ)
 

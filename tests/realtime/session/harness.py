@@ -51,7 +51,9 @@ from realtime.wire import (
     encode,
 )
 
+MS = 1_000_000  # in ns
 FRAME_SAMPLES = 960
+FRAME_MS = 40.0
 INFO = EngineInfo(
     model_name="fake",
     codec_id="tone",
@@ -330,3 +332,12 @@ class Harness:
                     messages.append(action.message)
         assert self.session.slot == self.slot
         return messages
+
+
+def types(messages) -> list[str]:
+    return [message.type for message in messages]
+
+
+def commands(harness: Harness, kind: type) -> list:
+    submitted = [a.command for a in harness.actions if isinstance(a, Submit)]
+    return [command for command in submitted if isinstance(command, kind)]
