@@ -22,7 +22,7 @@
 #define STAGES 4
 #endif
 
-#include "codec_conv.cuh"
+#include "codec_slab.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     codec_conv(const __half* in, const __half* history, __half* new_history, const i64* slots,
@@ -34,34 +34,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   extern __shared__ unsigned char shared[];
   const Shape s{num_rows, num_steps,       channels,       columns,       num_taps,   dilation,
                 padded_products, history_values, history_start, activation, is_f32};
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const Slabs slabs(shared, s, num_slabs);
+  const int tid = threadIdx.x, lane = tid % 32;
   const int first_column = blockIdx.x * BN, first = blockIdx.y * BM;
-  const int halo = (num_taps - 1) * dilation, steps = min(num_steps, BM);
-  const int slab_rows = (BM / steps) * (steps + halo);
-  const u32 base = shared_address(shared), tiles = (base + kBarrierBytes + 1023) & ~1023u;
-  const u32 slabs = tiles + STAGES * kTileBytes, slab_bytes = slab_rows * kSlabStride;
-  const __half** sources =  // [slab_rows]
-      reinterpret_cast<const __half**>(shared + (slabs - base) + num_slabs * slab_bytes);
   const int rank = blockIdx.z;  // in the cluster
   const int num_blocks = (channels + CB - 1) / CB / num_splits;
   const int num_tiles = padded_products / 64 / num_splits;
   const int pitch = num_tiles * num_splits;
   const __half* piece =
       weight + (i64(first_column / 32) * pitch + rank * num_tiles) * (kPieceBytes / 2);
-  const WeightStream weights{
-      base, tiles, piece, num_tiles, min(BN / 32, (columns - first_column + 31) / 32), pitch};
+  const int num_pieces = min(BN / 32, (columns - first_column + 31) / 32);
+  const WeightStream weights{slabs.base, slabs.tiles, piece, num_tiles, num_pieces, pitch};
 
   int next_block = 0, next_slab = 0;  // to be loaded
   auto load_slab = [&]() {
     if (next_block < num_blocks) {
-      u32 slab = slabs + next_slab * slab_bytes;
-      for (int i = tid; i < slab_rows * (CB / 8); i += kThreads) {
-        int row = i / (CB / 8), chunk = i % (CB / 8);
-        const __half* source = sources[row];
-        if (source)
-          copy16(slab + row * kSlabStride + chunk * 16,
-                 source + (rank * num_blocks + next_block) * CB + chunk * 8);
-      }
+      slabs.load(next_slab, (rank * num_blocks + next_block) * CB);
       next_block++, next_slab = next_slab + 1 == num_slabs ? 0 : next_slab + 1;
     }
     commit_copies();
@@ -70,25 +58,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (tid == 0) weights.start();
   wait_for_previous_kernels();
   let_next_kernel_start();
-  for (int row = tid; row < slab_rows; row += kThreads) {
-    sources[row] = slab_source(row, first, s, in, history, slots);
-    if (sources[row]) continue;
-    for (int i = 0; i < num_slabs; i++)
-      for (int chunk = 0; chunk < CB / 8; chunk++)
-        reinterpret_cast<uint4*>(shared + (slabs - base) + i * slab_bytes + row * kSlabStride)[chunk] =
-            make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
+  slabs.start(first, s, in, history, slots);
   for (int i = 0; i < max(1, num_slabs - 1); i++) load_slab();
 
   float sums[BN / 2];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sums[i] = 0;
-  const int tile_row = warp * 16 + lane % 16;
-  const u32 lane_offset =
-      (tile_row / steps * (steps + halo) + tile_row % steps) * kSlabStride + lane / 16 * 16;
-  const u32 tap_bytes = dilation * kSlabStride;
-  u32 slab = slabs + lane_offset, at = 0;  // the block's, and the tap's within
+  const u32 lane_offset = slabs.lane_offset(), tap_bytes = dilation * kSlabStride;
+  u32 slab = slabs.slab(0) + lane_offset, at = 0;  // the block's, and the tap's within
   int channel = 0, tap = 0, block = 0, slab_index = 0;
   bool is_new_block = true;
 
@@ -112,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       // Past the last product the weights are zeros; what they meet must still be finite.
       if (block == num_blocks) continue;
       is_new_block = true, slab_index = slab_index + 1 == num_slabs ? 0 : slab_index + 1;
-      slab = slabs + slab_index * slab_bytes + lane_offset;
+      slab = slabs.slab(slab_index) + lane_offset;
     }
     fence_registers();
 #pragma unroll
@@ -126,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   wait_copies<0>();
   __syncthreads();
 
-  float* staged = reinterpret_cast<float*>(shared + (tiles - base));
+  float* staged = slabs.staged();
   stage(staged, sums);
   finish(Finish{bias, alpha, inverse, residual, raw, out, num_rows, columns, activation, is_f32},
          staged, first, first_column, rank, num_splits);

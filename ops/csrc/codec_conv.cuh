@@ -1,5 +1,5 @@
-// What the codec's convolutions share: their tile, its inputs with their halo in shared memory (a
-// slab), the products of a fragment with a tile of weights, activations, the history of the next call.
+// What the codec's convolutions share: the tile of a CTA, the products of a fragment of its input with
+// a tile of weights, activations, and what becomes of the sums.
 //
 // Defined by the including file: WARPGROUPS (BM = 64 * WARPGROUPS rows), BN (32, 96 or 192 columns),
 // CB (channels at a time), STAGES (tiles of weights in flight).
@@ -10,7 +10,6 @@
 #include "common.cuh"
 
 constexpr int kThreads = WARPGROUPS * 128, BM = WARPGROUPS * 64;
-constexpr int kSlabStride = CB * 2 + 16;  // bytes; odd in units of 16, so that ldmatrix has no conflicts
 constexpr int kPieceBytes = 32 * 128;        // weights of 64 products for 32 columns
 constexpr int kTileBytes = BN / 32 * kPieceBytes;
 constexpr int kSumStride = BN + 8;           // floats
@@ -131,52 +130,6 @@ DEVICE void load8(float (&v)[8], const float* source) {
   float4 high = reinterpret_cast<const float4*>(source)[1];
   v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
   v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
-}
-
-struct Shape {
-  int num_rows, num_steps, channels, columns;  // rows = streams * steps
-  int num_taps, dilation;
-  int padded_products;  // length of a weight row: taps * channels, zeros up to a multiple of 64
-  int history_values, history_start;  // of a stream's row of the history; where this layer's lie
-  int activation, is_f32;             // of residual and raw
-};
-
-// Where row `row` of the slab comes from; null: zeros.
-DEVICE const __half* slab_source(int row, int first, const Shape& s, const __half* in,
-                                 const __half* history, const i64* slots) {
-  int halo = (s.num_taps - 1) * s.dilation, steps = min(s.num_steps, BM);
-  int segment = row / (steps + halo), offset = row - segment * (steps + halo) - halo;
-  int stream = first / s.num_steps + segment;
-  int t = (s.num_steps < BM ? 0 : first % s.num_steps) + offset;
-  if (stream * s.num_steps >= s.num_rows || t >= s.num_steps) return nullptr;
-  if (t >= 0) return in + i64(stream * s.num_steps + t) * s.channels;
-  return history + slots[stream] * s.history_values + s.history_start + i64(halo + t) * s.channels;
-}
-
-// The last inputs of every stream, the history of its next call.
-DEVICE void write_history(int first, const Shape& s, const __half* in, const __half* history,
-                          __half* new_history, const i64* slots) {
-  int past = (s.num_taps - 1) * s.dilation, chunks = s.channels / 8;
-  int steps = min(s.num_steps, BM), last = min(first + BM, s.num_rows);
-  if (past == 0 || first % s.num_steps + steps + past <= s.num_steps) return;
-  for (int i = threadIdx.x; i < (last - first) * chunks; i += kThreads) {
-    int row = first + i / chunks, chunk = i % chunks, stream = row / s.num_steps;
-    int place = row % s.num_steps - s.num_steps + past;
-    if (place < 0) continue;
-    auto source = reinterpret_cast<const uint4*>(in + i64(row) * s.channels) + chunk;
-    auto target = new_history + i64(stream) * s.history_values + s.history_start;
-    reinterpret_cast<uint4*>(target + place * s.channels)[chunk] = *source;
-  }
-  int num_kept = past - s.num_steps;  // of the old ones
-  if (num_kept <= 0) return;
-  int num_streams = (last - first) / s.num_steps;
-  for (int i = threadIdx.x; i < num_streams * num_kept * chunks; i += kThreads) {
-    int stream = first / s.num_steps + i / (num_kept * chunks), j = i % (num_kept * chunks);
-    auto source = history + slots[stream] * s.history_values + s.history_start;
-    auto target = new_history + i64(stream) * s.history_values + s.history_start;
-    reinterpret_cast<uint4*>(target)[j] =
-        reinterpret_cast<const uint4*>(source + s.num_steps * s.channels)[j];
-  }
 }
 
 DEVICE void activate(float (&v)[8], int activation, int column, const float* alpha,

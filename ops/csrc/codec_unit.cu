@@ -11,7 +11,7 @@
 #define STAGES 4
 #endif
 
-#include "codec_conv.cuh"
+#include "codec_slab.cuh"
 
 constexpr int kTaps = 7, kBlocks = BN / CB, kSlabs = kBlocks > 1 ? 2 : 1;
 constexpr int kFirstTiles = (kTaps * BN + 63) / 64, kLastTiles = (BN + 63) / 64;  // of conv7, conv1
@@ -41,28 +41,19 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   extern __shared__ unsigned char shared[];
   const Shape s{num_rows, num_steps,      BN,            BN,     kTaps, dilation,
                 0,        history_values, history_start, kSnake, 0};
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first = blockIdx.x * BM;
-  const int halo = (kTaps - 1) * dilation, steps = min(num_steps, BM);
-  const int slab_rows = (BM / steps) * (steps + halo);
-  const u32 base = shared_address(shared), tiles = (base + kBarrierBytes + 1023) & ~1023u;
-  const u32 slabs = tiles + STAGES * kTileBytes, slab_bytes = slab_rows * kSlabStride;
-  unsigned char* slab_memory = shared + (slabs - base);
-  const __half** sources = reinterpret_cast<const __half**>(slab_memory + kSlabs * slab_bytes);
-  const WeightStream weights{base,   tiles, weight, kFirstTiles + kLastTiles, BN / 32,
-                             kFirstTiles + kLastTiles};
-  const int num_chunks = slab_rows * (CB / 8);
+  const Slabs slabs(shared, s, kSlabs);
+  const int tid = threadIdx.x, lane = tid % 32, first = blockIdx.x * BM;
+  constexpr int kTiles = kFirstTiles + kLastTiles;
+  const WeightStream weights{slabs.base, slabs.tiles, weight, kTiles, BN / 32, kTiles};
+  const int num_chunks = slabs.rows * (CB / 8);
 
   auto load_slab = [&](int block) {
-    for (int i = tid; i < num_chunks; i += kThreads) {
-      int row = i / (CB / 8), chunk = i % (CB / 8);
-      u32 target = slabs + block % kSlabs * slab_bytes + row * kSlabStride + chunk * 16;
-      if (sources[row]) copy16(target, sources[row] + block * CB + chunk * 8);
-    }
+    slabs.load(block % kSlabs, block * CB);
     commit_copies();
   };
   // A thread applies the snake to the chunks that it has copied itself, or to a part of them.
   auto apply_snake = [&](int block, int part, int num_parts) {
-    unsigned char* slab = slab_memory + block % kSlabs * slab_bytes;
+    unsigned char* slab = slabs.memory + block % kSlabs * slabs.bytes;
     for (int i = tid + part * kThreads; i < num_chunks; i += num_parts * kThreads) {
       int row = i / (CB / 8), chunk = i % (CB / 8);
       uint4* at = reinterpret_cast<uint4*>(slab + row * kSlabStride) + chunk;
@@ -82,15 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (tid == 0) weights.start();
   wait_for_previous_kernels();
   let_next_kernel_start();
-  for (int row = tid; row < slab_rows; row += kThreads) {
-    sources[row] = slab_source(row, first, s, x, history, slots);
-    if (sources[row]) continue;
-    for (int i = 0; i < kSlabs; i++)
-      for (int chunk = 0; chunk < CB / 8; chunk++)
-        reinterpret_cast<uint4*>(slab_memory + i * slab_bytes + row * kSlabStride)[chunk] =
-            make_uint4(0, 0, 0, 0);
-  }
-  __syncthreads();
+  slabs.start(first, s, x, history, slots);
   load_slab(0);
   wait_copies<0>();
   apply_snake(0, 0, 1);
@@ -98,11 +81,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   float sums[BN / 2];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sums[i] = 0;
-  const int tile_row = warp * 16 + lane % 16;
-  const u32 lane_offset =
-      (tile_row / steps * (steps + halo) + tile_row % steps) * kSlabStride + lane / 16 * 16;
-  const u32 tap_bytes = dilation * kSlabStride;
-  u32 at = slabs + lane_offset;  // of the tap's rows
+  const u32 lane_offset = slabs.lane_offset(), tap_bytes = dilation * kSlabStride;
+  u32 at = slabs.slab(0) + lane_offset;  // of the tap's rows
   int channel = 0, tap = 0, block = 0;
   bool is_new_block = true;
   for (int k = 0; k < kFirstTiles; k++) {
@@ -123,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (tap < kTaps) continue;
       tap = 0, block++;
       is_new_block = block < kBlocks;
-      at = slabs + (block < kBlocks ? block % kSlabs * slab_bytes : 0) + lane_offset;
+      at = slabs.slab(block < kBlocks ? block % kSlabs : 0) + lane_offset;
     }
     fence_registers();
 #pragma unroll
@@ -168,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  float* staged = reinterpret_cast<float*>(shared + (tiles - base));
+  float* staged = slabs.staged();
   stage(staged, sums);
   __syncthreads();
   for (int i = tid; i < BM * (BN / 8); i += kThreads) {
