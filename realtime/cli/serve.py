@@ -71,17 +71,28 @@ def run(args: argparse.Namespace) -> int:
 
 def load_engine(config: ServerConfig) -> Engine:
     """What `--model`, `--device` and `--engine-process` ask for."""
+    model_path(config)  # said once, before any process starts: no device is to blame for a wrong path
     return place(config, load_on_device)
+
+
+def model_path(config: ServerConfig) -> Path:
+    """Where the model is, unless its name alone says what it is (`tone:...`, `random:...`).
+
+    Raises:
+        PlosiveError: it is not there.
+    """
+    path = embedded_path() if config.model == "embedded" else Path(config.model)
+    is_made_up = config.model.partition(":")[0] in (tone.MODEL, "random")
+    if not is_made_up and not path.is_dir():
+        raise PlosiveError("model_unusable", f"there is no checkpoint directory {path}")
+    return path
 
 
 def load_on_device(config: ServerConfig, device: str, slots: Slots) -> Engine:
     """The ping-pong engine on the configured model; the only function here that needs torch."""
     if config.model.partition(":")[0] == tone.MODEL:
         return tone.ToneEngine(tone.ToneConfig.parse(config.model, slots.num_slots), slots)
-    is_embedded = config.model == "embedded"
-    path = embedded_path() if is_embedded else Path(config.model)
-    if not config.model.startswith("random:") and not path.is_dir():
-        raise PlosiveError("model_unusable", f"there is no checkpoint directory {path}")
+    path = model_path(config)
 
     import torch
 

@@ -13,7 +13,7 @@ import pytest
 from clients import PlosiveError, Sampling, Session, connect
 from clients.local_server import LocalServer
 from realtime.cli.placement import has_own_process, load_alone, place
-from realtime.cli.serve import load_on_device
+from realtime.cli.serve import load_engine, load_on_device
 from realtime.config import ConfigError, ServerConfig
 from realtime.pingpong.fleet import Fleet
 from realtime.pingpong.slots import Slots
@@ -96,6 +96,11 @@ def test_what_cannot_be_placed_is_said(tmp_path: Path) -> None:
     missing = ServerConfig(model=str(tmp_path / "none"), device="cpu,cpu")
     with pytest.raises(PlosiveError, match="no checkpoint directory"):
         place(missing, load_on_device)
+    for device in ("cuda", "cpu,cpu"):
+        elsewhere = ServerConfig(model=str(tmp_path / "none"), device=device)
+        with pytest.raises(PlosiveError) as caught:
+            load_engine(elsewhere)
+        assert caught.value.message == f"there is no checkpoint directory {tmp_path / 'none'}"
     for device in ("cpu,", "auto,cpu", "gpu", "cuda:x"):
         with pytest.raises(ConfigError, match="expected"):
             config(device=device)
