@@ -35,6 +35,7 @@ def test_stats_of_unsorted_values() -> None:
         ([0], None),
         ([0, 20, 40], 0.0),  # each just in time
         ([0, 0, 0, 60], 0.0),  # a burst, then just in time
+        ([0, 30], 10.0),
         ([0, 0, 100], 60.0),  # 40 ms played, 60 ms of silence
         ([0, 30, 50], 10.0),  # a late packet delays all that follow: no second gap
         ([0, 30, 60], 10.0),  # the second one is late by what the first had not yet cost

@@ -1,9 +1,11 @@
 """Batch sizes worth a graph, and the set of captured calls."""
 
+import gc
+
 import pytest
 import torch
 
-from ops.graphs import GraphSet, bucket_sizes
+from ops.graphs import GraphSet, _no_garbage_collection, bucket_sizes
 
 
 @pytest.mark.parametrize("max_size", [1, 2, 3, 7, 16, 17, 64, 65, 100, 512])
@@ -27,6 +29,18 @@ def test_without_cuda_a_set_runs_the_call_itself_at_exactly_the_size_wanted():
     graphs.capture(progress=lambda sizes: pytest.fail("nothing to show"))
     assert graphs.sizes == () and graphs.nbytes == 0 and not calls
     assert graphs.size_for(3) == 3 and graphs(3) == 3 and calls == [3]
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_garbage_is_left_alone_during_a_capture_only(is_enabled):
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with _no_garbage_collection():
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 @pytest.mark.gpu

@@ -41,6 +41,18 @@ def refusal(store: VoiceStore, name: str, text: str = "some text") -> str:
 # ---------------------------------------------------------------------------- the store
 
 
+def test_a_name_that_is_wrong_is_told_the_right_ones_or_some_of_many(tmp_path: Path) -> None:
+    store = make_store(tmp_path, max_voices=30)
+    names = ["tone", *(f"v{number:02}" for number in range(19))]
+    for name in names[1:]:
+        store.add(name, "some text", CODES)
+    with pytest.raises(VoiceError, match=f"there are: {', '.join(names)}$"):
+        store.get("nobody")
+    store.add("v19", "some text", CODES)
+    with pytest.raises(VoiceError, match=f"there are: {', '.join(names)}, ...$"):
+        store.get("nobody")
+
+
 def test_added_voices_survive_a_restart(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     assert not (tmp_path / "voices").exists(), "created with the first voice"

@@ -94,8 +94,9 @@ def test_control_tags_take_no_time_and_numbers_take_more():
     ledger = make_ledger("<|speaker:0|> 1984 no", 21)
     ledger.add_frames(0, 0, 16)
     ledger.end_segment(0, 16)
-    assert spoken(ledger, 5 * FRAME_MS) == "<|speaker:0|>"
-    assert spoken(ledger, 9 * FRAME_MS) == "<|speaker:0|> 1984"
+    # The number weighs 13 letters of 16, its space among them, and is told when half of it is heard.
+    assert spoken(ledger, 6.4 * FRAME_MS) == "<|speaker:0|>"
+    assert spoken(ledger, 6.6 * FRAME_MS) == "<|speaker:0|> 1984"
 
 
 def test_text_without_spaces_is_split_between_characters():
