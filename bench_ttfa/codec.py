@@ -55,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", default="embedded", help="a directory, embedded or random:...")
+    parser.add_argument(
+        "--model", default="embedded", help='a checkpoint\'s path, "embedded" or "random:..."'
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=_numbers, default=[1, 8, 64], help="streams per call")
     parser.add_argument("--frames", type=_numbers, default=[1, 2, 4], help="frames per call")

@@ -67,8 +67,8 @@ class ServerConfig:
     public_metrics: bool = _network(False, "/metrics asks for no API key, like /health and /ready")
     model: str = _model(
         "embedded",
-        '"embedded", the path of a checkpoint directory, or real shapes with random weights: '
-        '"random:s2-pro", "random:s1-mini", "random:tiny"',
+        '"embedded", the path of a checkpoint directory, real shapes with random weights '
+        '("random:s2-pro", "random:s1-mini", "random:tiny"), or "tone", an engine without a model',
     )
     device: str = _model("auto", DEVICES)
     engine_process: str = _model(

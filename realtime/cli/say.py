@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     local.add_argument("--local", action="store_true", help="start one even if one is running")
     local.add_argument(
         "--model",
-        help='start one with "embedded" (default), the path of a checkpoint, or "random:..."',
+        help='start one with "embedded" (default), a checkpoint\'s path, "random:..." or "tone"',
     )
     local.add_argument("--device", type=_device, help=f"start one on {DEVICES}")
     parser.set_defaults(usage_error=parser.error)
