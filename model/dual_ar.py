@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import DualARConfig
-from model.frame_state import Frame, FrameState
+from model.frame_state import Frame, FrameState, Riders
 from model.kv_cache import FrameCache, KVCache, KvFormat, attend_sequence
 from model.layers import Block, Stack, pack, parameter
 from model.sampling import FrameSampler, Sampling
@@ -244,7 +244,8 @@ class DualAR(nn.Module):
 
     @property
     def max_prefill_rows(self) -> int:
-        """Of one call of `prefill_rows` that is worth it; 0: it may not be called."""
+        """Of one call of `prefill_rows` that is worth it, and of a frame with riders; 0: there may be
+        neither."""
         return 0 if self._fused is None else self._fused.max_prefill_rows
 
     def prefill_rows(self, rows: Tensor, slots: Tensor, positions: Tensor, cache: KVCache) -> None:
@@ -278,6 +279,8 @@ class DualAR(nn.Module):
         slots: Tensor,
         cache: KVCache,
         on_choice: Callable[[Tensor], None] | None = None,
+        on_tail: Callable[[], None] | None = None,
+        riders: Riders | None = None,
     ) -> Frame:
         """Make one frame for each of the given slots and advance their state in place.
 
@@ -289,9 +292,14 @@ class DualAR(nn.Module):
                 come more than once.
             on_choice: called with `is_end` bool [B] between the slow and the fast AR, so that what
                 it enqueues, a copy to the host, runs before the rest of the frame.
+            on_tail: called where little is left to be done, if kernels run the frame: what it
+                enqueues tells a host that the time has come to launch the next one.
+            riders: prompt rows to write as `prefill_rows` does, before the slots' rows read; after
+                `use_kernels` only.
         """
         if self._fused is not None:
-            return self._fused.decode_frame(state, slots, cache, on_choice)
+            return self._fused.decode_frame(state, slots, cache, on_choice, on_tail, riders)
+        assert riders is None, "use_kernels comes first"
         hidden = self._decode_hidden(state, slots, cache)
         logits = reference.linear(hidden, self.restricted_head, None).float()
         sampler = self._sampler(state, slots)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from model.config import StackConfig
-from model.frame_state import Frame, FrameState
+from model.frame_state import Frame, FrameState, Riders
 from model.kv_cache import KVCache
 from model.layers import Block, Stack
 from model.sampling import MAX_TOP_K
@@ -30,7 +30,14 @@ from model.wide_rows import MOST_NARROW_ROWS, WideBlock, has_room
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
 from ops.embedding import embed_rows
 from ops.linear import Input, PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
-from ops.quantize import Activation, Kind, norm_for_linear, quantize_weight, rms_norm
+from ops.quantize import (
+    Activation,
+    Kind,
+    norm_for_linear,
+    quantize_rows,
+    quantize_weight,
+    rms_norm,
+)
 from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_semantic
 
 if TYPE_CHECKING:
@@ -38,6 +45,9 @@ if TYPE_CHECKING:
 
 MAX_PREFILL_ROWS = 128  # of one pass through the streaming kernels
 MAX_WIDE_PREFILL_ROWS = 512  # of one pass through plain matrices
+
+# Of the fast AR: 0.8 ms (S2 Pro, 1 stream, H200), in which a host launches a frame.
+_TAIL_PASSES = 3
 
 # (layer, block, qkv [M, H + 2 H_kv, D]) -> [M, H * D]
 Attend = Callable[[int, "FusedBlock | WideBlock", Tensor], Activation]
@@ -207,9 +217,11 @@ class FusedDualAR:
         slots: Tensor,
         cache: KVCache,
         on_choice: Callable[[Tensor], None] | None,
+        on_tail: Callable[[], None] | None,
+        riders: Riders | None,
     ) -> Frame:
         """See `DualAR.decode_frame`."""
-        hidden = self._decode_hidden(state, slots, cache)
+        hidden = self._decode_hidden(state, slots, cache, riders)
         draws = Draws(
             slots,
             *(state.temperature, state.top_p, state.top_k, state.seed, state.frame_idx),
@@ -225,7 +237,7 @@ class FusedDualAR:
         )
         if on_choice is not None:
             on_choice(draw.is_end)
-        self._decode_codes(draw.x, state, draws, codes)
+        self._decode_codes(draw.x, state, draws, codes, on_tail)
         carried = Carried(state.rows, state.position, state.window, state.frame_idx, cache.history)
         advance(carried, slots, draw.choice, codes, self._head.tokens)
         return Frame(codes, draw.is_end)
@@ -234,7 +246,9 @@ class FusedDualAR:
         """See `DualAR.next_logits`."""
         return linear(self._decode_hidden(state, slots, cache), self._semantic_head).float()
 
-    def _decode_hidden(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
+    def _decode_hidden(
+        self, state: FrameState, slots: Tensor, cache: KVCache, riders: Riders | None = None
+    ) -> Tensor:
         """[B, C], the slow AR's hidden state after the final norm."""
         positions = state.position.index_select(0, slots)
 
@@ -247,9 +261,42 @@ class FusedDualAR:
             )
 
         x = self._embed(state.rows, slots)
-        return self._slow.final_norm(self._slow.forward(x, attend))
+        if riders is None:
+            return self._slow.final_norm(self._slow.forward(x, attend))
+        x = torch.cat([x, self._embed(riders.rows, None)])
+        attend_all = self._attend_with_riders(slots, positions, cache, riders)
+        return self._slow.final_norm(self._slow.forward(x, attend_all)[: len(slots)])
 
-    def _decode_codes(self, x: Tensor, state: FrameState, draws: Draws, codes: Tensor) -> None:
+    def _attend_with_riders(
+        self, slots: Tensor, positions: Tensor, cache: KVCache, riders: Riders
+    ) -> Attend:
+        """The riders' keys and values are written before anybody reads."""
+        num_rows, table = len(slots), cache.page_table
+        if cache.history is not None:
+            cache.history.index_put_((riders.slots, riders.positions), riders.rows)
+
+        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
+            norm, eps, rope = block.qk_norm, block.config.norm_eps, self._slow.rope
+            places = (cache.kv[layer], table, riders.slots, riders.positions)
+            q = rope_append(qkv[num_rows:], norm, eps, rope, *places)
+            own = (cache.kv[layer], table, slots, positions)
+            outputs = [
+                decode_attention(qkv[:num_rows], norm, eps, rope, *own, "bf16"),
+                paged_attention(q, *places, "bf16", is_span=True),
+            ]
+            out = torch.cat(outputs)  # type: ignore[arg-type]
+            return out if block.kind == "bf16" else quantize_rows(out)
+
+        return attend
+
+    def _decode_codes(
+        self,
+        x: Tensor,
+        state: FrameState,
+        draws: Draws,
+        codes: Tensor,
+        on_tail: Callable[[], None] | None,
+    ) -> None:
         """Sample the residual codebooks into columns 1..K-1 of `codes`.
 
         Positions 0 (the hidden state) and 1 (codebook 0) are known together and run as one pass.
@@ -260,6 +307,8 @@ class FusedDualAR:
         """
         start, num_rows = 0, len(codes)
         for codebook in range(1, self._num_codebooks):
+            if on_tail is not None and codebook == max(1, self._num_codebooks - _TAIL_PASSES):
+                on_tail()
             x = self._fast.forward(x, self._frame_attend(state, start, codebook + 1 - start))
             last = x.view(num_rows, -1, x.shape[1])[:, -1].contiguous()
             logits = linear(self._fast.norm_for_head(last), self._code_head)

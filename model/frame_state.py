@@ -25,6 +25,15 @@ class Frame(NamedTuple):
     is_end: Tensor  # bool [B], True: the stream is over and this frame is not part of it
 
 
+class Riders(NamedTuple):
+    """Prompt rows that go through the slow AR together with a frame, which may read what they
+    write: so a prompt costs no pass over the weights of its own."""
+
+    rows: Tensor  # i32 [P, 1+K]
+    slots: Tensor  # i64 [P]; the dummy slot's are padding
+    positions: Tensor  # i64 [P]
+
+
 class StartWords(NamedTuple):
     """The state that streams start with, as 32-bit words and where in `FrameState.words` they go."""
 

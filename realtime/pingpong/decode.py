@@ -1,9 +1,11 @@
 """The decode thread: one frame for every runnable slot, again and again.
 
 The ends of frame n are known to the host before the device runs the fast AR of frame n, and the
-host launches frame n+1 meanwhile: the device never waits for the host, and no row is computed for a
-stream that is over. With `in_order` frame n is over before anything else happens; that twin is the
-oracle (same seeds, same codes). The host waits for the device in `FrameRunner.read_ends` alone.
+host launches frame n+1 while the last passes of it run: the device does not wait for the host, no
+row is computed for a stream that is over, and whoever joins until then is in frame n+1. The last
+rows of its prompt may ride with that frame. With `in_order` frame n is over before anything else
+happens; that twin is the oracle (same seeds, same codes). The host waits for the device in
+`FrameRunner` alone: in `read_ends` and `wait_for_tail`.
 """
 
 import time
@@ -20,6 +22,7 @@ from realtime.pingpong.frames import FrameRunner
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import SlotRef
 from realtime.pingpong.pacing import Candidate, ClockTable, pause_ns, rows_to_run
+from realtime.pingpong.prefill_rows import Piece
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.step_times import StepTimes
 from realtime.pingpong.steps import Join, Returned, StepBuffer, StepRow
@@ -32,6 +35,7 @@ class _Stream:
     """A slot while decode owns it."""
 
     join: Join
+    riders: Piece | None = None  # prompt rows that its first step takes along
     num_launched: int = 0
     num_frames: int = 0  # drained, without the end frame
 
@@ -68,11 +72,13 @@ class DecodeLoop:
         self._vocode = vocode
         self._in_order = in_order
         self._streams: dict[int, _Stream] = {}
+        self._arriving: list[Join] = []  # prefill still runs
         self._clocks = ClockTable(num_slots)
         self._is_after_pause = True  # the step in flight
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
         self.num_steps = 0
         self.num_rows = 0
+        self.num_ridden = 0  # prompt rows that wait no more for a step to ride with
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
         pending: StepBuffer | None = None
@@ -89,9 +95,15 @@ class DecodeLoop:
         begun_ns = time.perf_counter_ns()
         if pending is not None:
             self._drain(pending)
-        self._admit(self._take_joins(may_sleep=wait and pending is None))
+            self._wait_for_tail()
+        self._arriving += self._take_joins(may_sleep=wait and pending is None)
+        self._admit(self._prefilled())
         runnable = self._runnable(time.perf_counter_ns())
-        launched = self._launch(runnable) if runnable else None
+        if self._arriving and not runnable:
+            self._admit(self._arriving)
+            self._arriving = []
+            runnable = self._runnable(time.perf_counter_ns())
+        launched = self._launch(self._boarding(runnable)) if runnable else None
         if self._in_order and launched is not None:
             launched.stepped.wait_on_host()
             self._drain(launched)
@@ -105,11 +117,28 @@ class DecodeLoop:
 
     def _take_joins(self, *, may_sleep: bool) -> list[Join]:
         now_ns = time.perf_counter_ns()
-        if not may_sleep or self._runnable(now_ns):
+        if not may_sleep or self._arriving or self._runnable(now_ns):
             return self.inbox.take_all()
         joins = self.inbox.take_all(self._sleep_s(now_ns))
         self.times.add_wait(now_ns)
         return joins
+
+    def _wait_for_tail(self) -> None:
+        begun_ns = time.perf_counter_ns()
+        self.frames.wait_for_tail()
+        self.times.add_wait(begun_ns)
+
+    def _prefilled(self) -> list[Join]:
+        """Take out of `_arriving` who is prefilled. A stream that came sooner would make the device
+        wait for its prefill, and with it everybody else. In order, nobody is asked: that the same
+        streams make up every step must not depend on time."""
+        arriving, self._arriving = self._arriving, []
+        if self._in_order:
+            return arriving
+        prefilled: list[Join] = []
+        for join in arriving:
+            (prefilled if join.prefilled.is_over() else self._arriving).append(join)
+        return prefilled
 
     def _admit(self, joins: list[Join]) -> None:
         starts = []
@@ -124,7 +153,7 @@ class DecodeLoop:
             )
             state = self.frames.state
             starts.append(state.start_words(join.slot.idx, join.row, join.position, sampling))
-            self._streams[join.slot.idx] = _Stream(join)
+            self._streams[join.slot.idx] = _Stream(join, join.riders)
         if starts:
             self.frames.start(starts)
 
@@ -143,6 +172,17 @@ class DecodeLoop:
             bucket_of=self.frames.size_for,
         )
         return [ready[i] for i in chosen]
+
+    def _boarding(self, streams: list[_Stream]) -> list[_Stream]:
+        """Those whose riders find room in the step, first come, first served; the others are in the
+        next one."""
+        room, boarding = self.frames.max_riders, []
+        for stream in streams:
+            num_riders = stream.riders.num_rows if stream.riders else 0
+            if num_riders <= room:
+                room -= num_riders
+                boarding.append(stream)
+        return boarding
 
     def _candidate(self, stream: _Stream, now_ns: int) -> Candidate:
         join = stream.join
@@ -172,14 +212,22 @@ class DecodeLoop:
         now_ns = time.perf_counter_ns()
         num_rows = len(streams)
         buffer.started.record()
-        frame = self.frames.launch([stream.join.slot.idx for stream in streams])
+        riders = [stream.riders for stream in streams if stream.riders]
+        frame = self.frames.launch([stream.join.slot.idx for stream in streams], riders)
         buffer.copied.wait_on_stream()
         buffer.first_codes(len(frame.codes)).copy_(frame.codes)
         buffer.stepped.record()
         buffer.rows = [self._row(stream, now_ns) for stream in streams]
+        for stream in streams if riders else ():
+            self._take_riders(stream)
         self.num_steps += 1
         self.num_rows += num_rows
         return buffer
+
+    def _take_riders(self, stream: _Stream) -> None:
+        """They are launched, or wanted no more."""
+        self.num_ridden += stream.riders.num_rows if stream.riders else 0
+        stream.riders = None
 
     def _row(self, stream: _Stream, now_ns: int) -> StepRow:
         join = stream.join
@@ -222,6 +270,7 @@ class DecodeLoop:
         written its KV, in the middle of the frame: prefill need not wait for the rest of it, which
         would hold up everybody's, unless the history, written at the end, is kept."""
         join = stream.join
+        self._take_riders(stream)
         del self._streams[join.slot.idx]
         stepped = Event(self._device)
         if not is_over or self._has_history:

@@ -115,6 +115,8 @@ class PingPongEngine:
                 emit=lambda event: self._vocode.inbox.put(event),
                 join=lambda join: self._decode.inbox.put(join),
                 chunk_positions=config.chunk_positions,
+                max_riders=self._decode.frames.max_riders,
+                num_ridden=lambda: self._decode.num_ridden,
             )
         self._weight_bytes = {
             "weight_bytes": model.dual_ar.nbytes,

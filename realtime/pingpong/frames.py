@@ -15,12 +15,35 @@ import torch
 from torch import Tensor
 
 from model.dual_ar import DualAR
-from model.frame_state import Frame, FrameState, StartWords
+from model.frame_state import Frame, FrameState, Riders, StartWords
 from model.kv_cache import KVCache
 from ops.graphs import GraphSet, Progress, bucket_sizes
 from realtime.pingpong.device import DECODE_PRIORITY, Event, Upload, host_buffer
+from realtime.pingpong.prefill_rows import Piece, RowInput
 
 _MAX_START_BYTES = 1024  # of one stream's state, with where it goes
+MAX_RIDERS = 112  # rows of prompts in a frame: two texts of 40 characters
+_LEAST_RIDERS = 16  # that are worth a graph
+_KEY = 4096  # a graph's size is its riders * _KEY + its batch
+
+
+def rider_sizes(max_batch: int) -> dict[int, list[int]]:
+    """Of frames with riders: batches worth a graph, and with how many riders, up to `MAX_RIDERS` or
+    more. The rows of both together fill what kernels compute anyway: 32, 64, 128, 192, ... rows.
+
+    Example:
+        >>> rider_sizes(4)
+        {1: [31, 63, 127], 2: [30, 62, 126], 4: [28, 60, 124]}
+    """
+    sizes: dict[int, list[int]] = {}
+    batches = {1, 2, 4, 8, 16, *range(32, max_batch, 32), max_batch}
+    for batch in sorted(batch for batch in batches if batch <= max_batch):
+        riders: list[int] = []
+        sizes[batch] = riders
+        for total in (32, *range(64, max_batch + MAX_RIDERS + 64, 64)):
+            if total - batch >= _LEAST_RIDERS and (not riders or riders[-1] < MAX_RIDERS):
+                riders.append(total - batch)
+    return sizes
 
 
 class FrameRunner:
@@ -43,9 +66,19 @@ class FrameRunner:
         self._is_end = host_buffer((num_slots,), torch.bool, device)
         self._ends = self._is_end.numpy()  # reading it gives the GIL to nobody
         self._chosen = Event(device, is_external=True)
+        self._in_tail = Event(device, is_external=True)
+        self._is_captured = False
         self._upload_slots = Upload(8 * num_slots, device)
         self._upload_starts = Upload(_MAX_START_BYTES * num_slots, device)
-        self._graphs = GraphSet(device, self._run, sizes or bucket_sizes(num_slots))
+        can_ride = sizes is None and num_slots + MAX_RIDERS <= model.max_prefill_rows
+        self.max_riders = MAX_RIDERS if can_ride else 0
+        self._rider_sizes = rider_sizes(num_slots) if can_ride else {}
+        most = max((max(riders) for riders in self._rider_sizes.values()), default=0)
+        self._riders = RowInput(most, self.state.rows.shape[1], self.state.dummy_slot, device)
+        mixed = [
+            riders * _KEY + batch for batch, sizes in self._rider_sizes.items() for riders in sizes
+        ]
+        self._graphs = GraphSet(device, self._run, [*(sizes or bucket_sizes(num_slots)), *mixed])
 
     @property
     def graph_bytes(self) -> int:
@@ -55,7 +88,10 @@ class FrameRunner:
     def capture(self, progress: Progress) -> None:
         """Capture every batch size (CUDA only). No stream may be running."""
         self._list([self.state.dummy_slot] * len(self._listed))
+        if self.max_riders:
+            self._riders.put((), len(self._riders.rows))
         self._graphs.capture(progress, priority=DECODE_PRIORITY)
+        self._is_captured = bool(self._graphs.sizes)
 
     def size_for(self, num_rows: int) -> int:
         """Rows that are computed when so many slots take part."""
@@ -67,18 +103,40 @@ class FrameRunner:
         words = np.concatenate([start.words for start in starts])
         self.state.write(*self._upload_starts(places, words))
 
-    def launch(self, slots: list[int]) -> Frame:
+    def launch(self, slots: list[int], riders: Sequence[Piece] = ()) -> Frame:
         """Enqueue a frame of the slots. Its rows are theirs, in order, then padding; its tensors
-        are valid until the next launch."""
-        size = self.size_for(len(slots))
-        self._list([*slots, *[self.state.dummy_slot] * (size - len(slots))])
-        return self._graphs(size)
+        are valid until the next launch.
+
+        Args:
+            riders: prompt rows that are written with it, `max_riders` at most.
+        """
+        num_riders = sum(piece.num_rows for piece in riders)
+        batch, num_riders = self._sizes_for(len(slots), num_riders)
+        self._list([*slots, *[self.state.dummy_slot] * (batch - len(slots))])
+        if num_riders:
+            self._riders.put(riders, num_riders)
+        return self._graphs(num_riders * _KEY + batch)
+
+    def _sizes_for(self, num_rows: int, num_riders: int) -> tuple[int, int]:
+        """Rows and riders that are computed when so many are wanted."""
+        if not num_riders:
+            return self.size_for(num_rows), 0
+        assert num_riders <= self.max_riders, (num_riders, self.max_riders)
+        if not self._is_captured:
+            return num_rows, num_riders
+        batch = next(batch for batch in self._rider_sizes if batch >= num_rows)
+        return batch, next(size for size in self._rider_sizes[batch] if size >= num_riders)
 
     def read_ends(self, num_rows: int) -> list[bool]:
         """Which of the last launch's rows have reached the end. Waits for its slow AR only."""
         self._chosen.wait_on_host()
         ends: list[bool] = self._ends[:num_rows].tolist()
         return ends
+
+    def wait_for_tail(self) -> None:
+        """Until little is left of the last launch: whoever is to take part in the next may come until
+        then, and the device need not wait for it."""
+        self._in_tail.wait_on_host()
 
     def _list(self, slots: list[int]) -> None:
         """Make `slots` the first of the device's list; most steps are of the same as before."""
@@ -88,8 +146,18 @@ class FrameRunner:
             self._listed[: len(slots)] = slots
 
     def _run(self, size: int) -> Frame:
+        num_riders, batch = divmod(size, _KEY)
+        given = self._riders
+        riders = Riders(
+            given.rows[:num_riders], given.slots[:num_riders], given.positions[:num_riders]
+        )
         return self._model.decode_frame(
-            self.state, self._slots[:size], self._cache, self._publish_ends
+            self.state,
+            self._slots[:batch],
+            self._cache,
+            self._publish_ends,
+            self._in_tail.record,
+            riders if num_riders else None,
         )
 
     def _publish_ends(self, is_end: Tensor) -> None:

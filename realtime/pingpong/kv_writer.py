@@ -55,6 +55,7 @@ class KvWriter:
         self._written: set[int] = set()  # slots that it writes to: those keep their pages
         self._keys_to_add: set[bytes] = set()  # of prefixes that it completes
         self._after: list[Callable[[Event], None]] = []
+        self._launched = Event(self._device)  # the call before
         self._stuck: set[int] = set()  # slots that can do nothing until something happens
         self.allocator = PageAllocator(cache.num_pages)
         self.prefixes = PrefixCache(cache, self.allocator)
@@ -72,6 +73,10 @@ class KvWriter:
 
     def is_stuck(self, tenant: Tenant) -> bool:
         return tenant.slot.idx in self._stuck
+
+    def is_in_call(self, tenant: Tenant) -> bool:
+        """The call that is being collected writes to its slot."""
+        return tenant.slot.idx in self._written
 
     def try_again(self) -> None:
         """Something has happened: pages or a prefix may have come, or the line has moved."""
@@ -95,17 +100,25 @@ class KvWriter:
         self._members[tenant.slot.idx] = urgency
         return True
 
+    def wait_for_call(self) -> None:
+        """Until the device has done the last call. Who commits a text meanwhile is in the next one:
+        calls cost by the row and by the call."""
+        if not self._launched.is_over():
+            self._launched.wait_on_host()
+
     def flush(self) -> None:
         """Launch the call; then do what had to wait for it (`after`)."""
         pieces, after = self._pieces, self._after
         self._pieces, self._after, self._members, self._written = [], [], {}, set()
         self._num_rows, self._limit, self._keys_to_add = 0, self._max_rows, set()
+        if pieces or after:
+            written = Event(self._device)
         if pieces:
             self.runner.write(pieces)
             self.try_again()  # who was written to may give up pages from now on
-        if after:
-            written = Event(self._device)
+        if pieces or after:
             written.record()
+            self._launched = written
             for call in after:
                 call(written)
 
@@ -193,7 +206,7 @@ class KvWriter:
             tenant.key_in_kv, tenant.num_in_kv = prefix.key, prefix.length
             return True
         self.memory.trim(idx, 0)
-        if cached is not None or self._is_being_loaded(prefix.key):
+        if self.prefixes.get(prefix.key) is not None or self._is_being_loaded(prefix.key):
             self._stuck.add(idx)
         return False
 

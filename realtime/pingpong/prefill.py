@@ -38,6 +38,7 @@ from realtime.pingpong.messages import (
     VoicePrompt,
 )
 from realtime.pingpong.messages import Event as EngineEvent
+from realtime.pingpong.prefill_rows import Piece
 from realtime.pingpong.prefix_cache import prefix_key
 from realtime.pingpong.prompt_rows import PromptRows, num_common
 from realtime.pingpong.slots import Slots
@@ -54,6 +55,8 @@ from realtime.pingpong.tenants import (
 
 logger = logging.getLogger(__name__)
 
+_SETTLE_NS = 2_000_000  # a text and its commit come 0.3 ms apart, an LLM's words ten times that
+_RIDE_WITHIN = 2  # steps
 MAX_WAITING_COMMANDS = 256  # of one slot, a long text's; its neighbours have room of their own
 
 
@@ -68,17 +71,28 @@ class PrefillLoop:
         emit: Callable[[EngineEvent], None],
         join: Callable[[Join], None],
         chunk_positions: int | None,
+        max_riders: int = 0,
+        num_ridden: Callable[[], int] = lambda: 0,
     ) -> None:
+        """
+        Args:
+            max_riders: prompt rows that one step of decode takes along.
+            num_ridden: how many have been taken along so far.
+        """
         # A slot's share: its commands, one more that closes it, and its return from decode.
         share = MAX_WAITING_COMMANDS + 2
         self.inbox: Mailbox[Command | Returned] = Mailbox(max_items=share * slots.num_slots)
         self._model = model
         self._emit = emit
         self._join = join
+        self._max_riders = max_riders
+        self._num_ridden = num_ridden
+        self._num_riders = 0  # handed to decode so far
         self._rows = PromptRows(model, cache.max_len)
         self._tenants: dict[int, Tenant] = {}  # served longest ago first
         self._active: dict[int, Tenant] = {}  # those with something to do, and a few more
         self.kv = KvWriter(model, cache, self._tenants, chunk_positions)
+        self.settle_ns = _SETTLE_NS if model.device.type == "cuda" else 0
         self.num_received = [0] * slots.num_slots  # commands, by slot
 
     def run(self, is_stopping: Callable[[], bool]) -> None:
@@ -89,8 +103,9 @@ class PrefillLoop:
     def step(self, wait_s: float | None = 0.0) -> bool:
         """Take what has arrived, then do the most urgent work, as much as the model takes at once.
         False when there was none."""
+        self.kv.wait_for_call()
         has_work = any(map(self._can_go_on, self._active.values()))
-        for message in self.inbox.take_all(0.0 if has_work else wait_s):
+        for message in self.inbox.take_all(0.0 if has_work else self._sleep_s(wait_s)):
             if not isinstance(message, Returned):
                 self.num_received[message.slot.idx] += 1
             self.kv.try_again()
@@ -175,6 +190,7 @@ class PrefillLoop:
             turn.segments.append(Segment())
         segment = turn.segments[message.segment]
         segment.text, segment.is_closed = message.text, message.is_closed
+        segment.changed_ns = time.perf_counter_ns()
 
     def _cancel(self, tenant: Tenant, command: CancelTurn) -> None:
         tenant.slot = command.slot
@@ -267,7 +283,24 @@ class PrefillLoop:
                 yield tenant
 
     def _can_go_on(self, tenant: Tenant) -> bool:
-        return tenant.urgency() != NOTHING_TO_DO and self.kv.is_able(tenant)
+        is_wanted = tenant.urgency() != NOTHING_TO_DO and self.kv.is_able(tenant)
+        return is_wanted and self._settles_in_ns(tenant) <= 0
+
+    def _settles_in_ns(self, tenant: Tenant) -> int:
+        """How long text that grows may still change before its prefill is worth a call: who sends a
+        text and its commit at once gets one call instead of two that follow each other."""
+        turn = tenant.turn
+        if not self.settle_ns or turn is None or turn.current is None or turn.current.is_closed:
+            return 0
+        return turn.current.changed_ns + self.settle_ns - time.perf_counter_ns()
+
+    def _sleep_s(self, wait_s: float | None) -> float | None:
+        """Until somebody's text has settled, if that is sooner."""
+        settling = [self._settles_in_ns(tenant) for tenant in self._active.values()]
+        soonest = min((ns for ns in settling if ns > 0), default=None)
+        if soonest is None:
+            return wait_s
+        return soonest / 1e9 if wait_s is None else min(wait_s, soonest / 1e9)
 
     def _has_been_served(self, tenant: Tenant) -> None:
         """Its next piece of work comes after its neighbours'."""
@@ -300,11 +333,34 @@ class PrefillLoop:
         if not self.kv.reserve(tenant, length, is_urgent=segment.is_closed):
             return
         tenant.has_reserved = segment.is_closed
+        num_left = num_wanted - tenant.num_done
+        if segment.is_closed and self._may_ride(tenant, num_left):
+            self._let_ride(tenant, turn, num_left)
+            return
         stop = self.kv.next_stop(tenant.num_done, num_wanted)
         self.kv.write(tenant, tenant.rows, tenant.context_length, tenant.num_done, stop)
         tenant.num_done = max(tenant.num_done, stop)
         if segment.is_closed and tenant.num_done >= num_wanted:
-            self.kv.after(partial(self._hand_over, tenant, turn))
+            self.kv.after(partial(self._hand_over, tenant, turn, None))
+
+    def _may_ride(self, tenant: Tenant, num_rows: int) -> bool:
+        """Whether one of decode's next steps has room for the segment's last rows. Then they need no
+        call, which reads all weights for them; those of many texts are faster in calls of many rows."""
+        room = _RIDE_WITHIN * self._max_riders - (self._num_riders - self._num_ridden())
+        num_most = min(self._max_riders, room)
+        return 0 < num_rows <= num_most and not self.kv.is_in_call(tenant)
+
+    def _let_ride(self, tenant: Tenant, turn: Turn, num_rows: int) -> None:
+        assert tenant.rows is not None
+        start, stop = tenant.num_done, tenant.num_done + num_rows
+        rows = tenant.rows[:, start:stop]
+        self._num_riders += num_rows
+        self.kv.num_positions += num_rows
+        tenant.num_done = stop
+        prefilled = Event(self._model.device)
+        prefilled.record()  # also: the slot's pages are in the table
+        riders = Piece.of(tenant.slot.idx, tenant.context_length + start, rows)
+        self._hand_over(tenant, turn, riders, prefilled)
 
     def _advance_opening(self, tenant: Tenant, opening: OpenSlot) -> None:
         if tenant.opening_prefix is None:
@@ -375,7 +431,9 @@ class PrefillLoop:
         self._finish_turn_if_over(tenant)
         self._has_been_served(tenant)
 
-    def _hand_over(self, tenant: Tenant, turn: Turn, prefilled: Event) -> None:
+    def _hand_over(
+        self, tenant: Tenant, turn: Turn, riders: Piece | None, prefilled: Event
+    ) -> None:
         assert tenant.rows is not None
         turn.stamps_ns.setdefault("prefill_done", time.perf_counter_ns())
         tenant.is_decoding = True
@@ -393,5 +451,6 @@ class PrefillLoop:
                 max_lead_ns=tenant.max_lead_ns,
                 stamps_ns=turn.stamps_ns,
                 prefilled=prefilled,
+                riders=riders,
             )
         )

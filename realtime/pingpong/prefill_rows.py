@@ -35,6 +35,36 @@ class Piece(NamedTuple):
         return cls(slot, start, rows, rows.shape[1])
 
 
+class RowInput:
+    """Prompt rows where graphs read them: what they are, whose, and at which positions."""
+
+    def __init__(self, max_rows: int, width: int, dummy_slot: int, device: torch.device) -> None:
+        """`dummy_slot`: of the padding; `width`: numbers of a row."""
+        self.rows = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
+        self.slots = torch.full((max_rows,), dummy_slot, device=device)
+        self.positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._dummy_slot = dummy_slot
+        self._upload = Upload(max_rows * (16 + 4 * width), device)
+
+    def put(self, pieces: Sequence[Piece], size: int) -> None:
+        """Fill the first `size` rows, in one upload; those that only the device has are zeros."""
+        slots = np.full(size, self._dummy_slot, np.int64)
+        positions = np.zeros(size, np.int64)
+        rows = np.zeros((size, self.rows.shape[1]), np.int32)
+        begin = 0
+        for piece in pieces:
+            stop = begin + piece.num_rows
+            slots[begin:stop] = piece.slot
+            positions[begin:stop] = np.arange(piece.start, piece.start + piece.num_rows)
+            if piece.rows is not None:
+                rows[begin:stop] = piece.rows.t().numpy()
+            begin = stop
+        *places, uploaded = self._upload(slots, positions, rows.reshape(-1))
+        for fixed, new in zip((self.slots, self.positions), places, strict=True):
+            fixed[:size].copy_(new)
+        self.rows[:size].copy_(uploaded.view(size, -1))
+
+
 class PrefillRunner:
     """One thread, the one that prefills (and start-up)."""
 
@@ -43,10 +73,8 @@ class PrefillRunner:
         self.max_rows = max_rows = model.max_prefill_rows or _MAX_ROWS_ALONE  # of all pieces
         self._model = model
         self._cache = cache
-        self._rows = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
-        self._places = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
-        self._places[0] = cache.num_slots
-        self._upload = Upload(max_rows * (16 + 4 * width), device)
+        self._input = RowInput(max_rows, width, cache.num_slots, device)
+        self._upload = Upload(max_rows * 4 * width, device)  # of a piece alone
         sizes = [size for size in SIZES if size <= model.max_prefill_rows]
         self._graphs = GraphSet(device, self._run, sizes)
 
@@ -66,7 +94,7 @@ class PrefillRunner:
 
     def capture(self, progress: Progress) -> None:
         """Capture every size (CUDA and packed models only). No slot may be in use."""
-        self._places[0], self._places[1] = self._cache.num_slots, 0
+        self._input.put((), self.max_rows)
         self._graphs.capture(progress, priority=PREFILL_PRIORITY)
 
     def write(self, pieces: Sequence[Piece]) -> None:
@@ -98,31 +126,18 @@ class PrefillRunner:
         self._model.prefill(rows, cache, slot, start)
 
     def _place(self, pieces: Sequence[Piece], size: int) -> None:
-        """Fill the fixed tensors that the graphs read: one upload, and what only the device has."""
-        width = self._rows.shape[1]
-        slots = np.full(size, self._cache.num_slots, np.int64)
-        positions, rows = np.zeros(size, np.int64), np.zeros((size, width), np.int32)
+        self._input.put(pieces, size)
         begin = 0
-        recalled = []
         for piece in pieces:
             stop = begin + piece.num_rows
-            slots[begin:stop] = piece.slot
-            positions[begin:stop] = np.arange(piece.start, piece.start + piece.num_rows)
             if piece.rows is None:
-                recalled.append((piece, begin))
-            else:
-                rows[begin:stop] = piece.rows.t().numpy()
+                past = self._cache.recall(piece.slot, piece.start, piece.start + piece.num_rows)
+                self._input.rows[begin:stop].copy_(past.t())
             begin = stop
-        *places, uploaded = self._upload(slots, positions, rows.reshape(-1))
-        for fixed, new in zip(self._places, places, strict=True):
-            fixed[:size].copy_(new)
-        self._rows[:size].copy_(uploaded.view(size, width))
-        for piece, begin in recalled:
-            past = self._cache.recall(piece.slot, piece.start, piece.start + piece.num_rows)
-            self._rows[begin : begin + piece.num_rows].copy_(past.t())
 
     def _run(self, size: int) -> None:
-        slots, positions = self._places[0, :size], self._places[1, :size]
+        given = self._input
+        rows, slots, positions = given.rows[:size], given.slots[:size], given.positions[:size]
         if self._cache.history is not None:
-            self._cache.history.index_put_((slots, positions), self._rows[:size])
-        self._model.prefill_rows(self._rows[:size], slots, positions, self._cache)
+            self._cache.history.index_put_((slots, positions), rows)
+        self._model.prefill_rows(rows, slots, positions, self._cache)

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from realtime.pingpong.device import Event
 from realtime.pingpong.messages import SamplingParams, SlotRef
+from realtime.pingpong.prefill_rows import Piece
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """prefill -> decode: the slot is prefilled up to `position`; decode owns it from here."""
+    """prefill -> decode: the slot is prefilled up to `position`, or will be once the riders are
+    written, by the first step at the latest; decode owns it from here."""
 
     slot: SlotRef
     turn_id: int
@@ -23,7 +25,8 @@ class Join:
     max_frames: int
     max_lead_ns: int
     stamps_ns: dict[str, int]  # of the turn; each key is written once, by one thread
-    prefilled: Event
+    prefilled: Event  # but for the riders
+    riders: Piece | None = None
 
 
 @dataclass(frozen=True, slots=True)

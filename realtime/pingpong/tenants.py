@@ -19,6 +19,7 @@ _SEED_MASK = (1 << 63) - 1
 class Segment:
     text: str = ""
     is_closed: bool = False
+    changed_ns: int = 0  # when text or end came last
 
 
 class Span(NamedTuple):

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from model import dual_ar_cuda
 from model.dual_ar import DualAR
+from model.frame_state import Riders
 from model.layers import MATRICES, Block
 from model.loader import load_dual_ar
 from model.sampling import SamplingParams
@@ -94,6 +95,37 @@ def test_codes_do_not_depend_on_the_batch_nor_on_padding():
         codes = decode(model, state, batch, cache, 1)[0]
         assert torch.equal(codes[batch.index(3)], alone[frame]), batch
     assert state.position[dummy] == 0
+
+
+@pytest.mark.parametrize("has_history", [False, True])
+def test_a_prompt_that_rides_with_its_first_frame_is_prefilled(has_history):
+    """Beside a stream that is under way and behind padding, bit for bit in fp32 on the CPU."""
+    model = make_random_model()
+    model.use_kernels("bf16")
+    prompts, results = [random_prompt(20, 0), random_prompt(33, 1)], []
+    for num_riders in (0, 9):
+        cache = model.new_cache(3, 128, page_size=16, has_history=has_history)
+        state = model.new_frame_state(3)
+        enter(model, cache, state, 0, prompts[0], GREEDY)
+        codes = list(decode(model, state, [0], cache, 2)[:, 0])
+        last = prompts[1].shape[1] - 1
+        model.prefill(prompts[1][:, : last - num_riders], cache, 1, 0)
+        model.join(state, 1, prompts[1][:, last], last, GREEDY)
+        riders = None
+        if num_riders:
+            rows = torch.zeros(12, 1 + model.config.num_codebooks, dtype=torch.int32)
+            rows[:9] = prompts[1][:, last - 9 : last].t()
+            slots = torch.tensor([1] * 9 + [state.dummy_slot] * 3)
+            riders = Riders(rows, slots, torch.tensor([*range(last - 9, last), 0, 0, 0]))
+        slots = torch.tensor([0, 1, state.dummy_slot])
+        codes += list(model.decode_frame(state, slots, cache, riders=riders).codes[:2])
+        codes += list(decode(model, state, [1, 0], cache, 3).flatten(0, 1))
+        history = cache.recall(1, last - 9, last + 3) if has_history and num_riders else None
+        results.append((torch.stack(codes), cache.read(1, last + 4)))
+        if history is not None:
+            assert torch.equal(history[:, :10], prompts[1][:, last - 9 :])
+    for plain, ridden in zip(*results, strict=True):
+        assert torch.equal(plain, ridden)
 
 
 def test_the_ends_are_known_before_the_fast_ar_runs(monkeypatch):

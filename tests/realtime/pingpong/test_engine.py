@@ -3,13 +3,14 @@
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from model.errors import ConfigError
-from model.speech_model import PlainText
+from model.speech_model import PlainText, load_speech_model
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.decode import DecodeLoop
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
@@ -28,6 +29,7 @@ from realtime.pingpong.messages import (
     TurnEnd,
     VoicePrompt,
 )
+from realtime.pingpong.steps import StepBuffer
 from tests.support.engine import (
     close_slot,
     open_slot,
@@ -406,14 +408,51 @@ def test_decode_never_waits_for_the_device() -> None:
         assert all(len(recorder.pcm(slot, 0)) for slot in slots)
 
 
+def codes_said(num_streams: int, *, in_order: bool, is_captured: bool) -> dict[tuple, list[int]]:
+    """Codes that decode hands to vocode on CUDA, by slot, segment and frame."""
+    name, said = Path("random:tiny?frames=12"), {}
+    model = load_speech_model(name, device="cuda") if is_captured else tiny_model(device="cuda")
+    with running(model, num_slots=num_streams, in_order=in_order) as (engine, rec):
+        if is_captured:
+            engine.warm_up((voice(0),))
+        hand_on = engine._decode._vocode
+
+        def listen(step: StepBuffer) -> None:
+            step.stepped.wait_on_host()
+            codes = step.codes.tolist()
+            for i, row in enumerate(step.rows):
+                said[row.slot.idx, row.segment, row.frame] = codes[i]
+            hand_on(step)
+
+        engine._decode._vocode = listen
+        slots = [open_slot(engine, rec, seed=5 + i) for i in range(num_streams)]
+        for slot in slots:
+            start_turn(engine, slot, 0, "hello there.", "and more.")
+        for slot in slots:
+            rec.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
+    return said
+
+
 @pytest.mark.gpu
-def test_cuda_overlapped_equals_in_order() -> None:
-    results = []
-    for in_order in (False, True):
-        with running(tiny_model(device="cuda"), num_slots=2, in_order=in_order) as (engine, rec):
-            slot = open_slot(engine, rec, seed=5)
-            results.append(speak(engine, rec, slot, 0, "hello there.", "and more."))
-    np.testing.assert_array_equal(results[0], results[1])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_cuda_overlapped_equals_in_order(is_captured: bool) -> None:
+    overlapped, in_order = (
+        codes_said(1, in_order=in_order, is_captured=is_captured) for in_order in (False, True)
+    )
+    assert len(in_order) > 4
+    assert overlapped == in_order
+
+
+@pytest.mark.gpu
+def test_cuda_overlapped_and_in_order_streams_beside_each_other() -> None:
+    """Who is in a batch depends on time, and kernels' rounding on the batch: told, not asserted."""
+    overlapped, in_order = (
+        codes_said(4, in_order=in_order, is_captured=True) for in_order in (False, True)
+    )
+    keys = overlapped.keys() & in_order.keys()
+    num_equal = sum(overlapped[key] == in_order[key] for key in keys)
+    print(f"\n| overlapped and in order, 4 streams: {num_equal} of {len(keys)} frames are the same")
+    assert {key[0] for key in keys} == {0, 1, 2, 3}
 
 
 def test_a_context_without_room_for_a_segment_is_refused_at_start() -> None:

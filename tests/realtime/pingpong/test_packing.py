@@ -27,6 +27,7 @@ class Calls:
             model, EngineConfig(num_slots=NUM_SLOTS, kv_page_size=8, **config)
         )
         self.prefill = self.engine._prefill
+        self.prefill._max_riders = 0  # texts are written in calls
         self.calls: list[list[Piece]] = []
         runner = self.prefill.kv.runner
         write = runner.write
@@ -194,7 +195,7 @@ def test_a_call_that_fails_ends_the_engine_not_just_one_of_its_sessions(
     with running(model, num_slots=2) as (engine, recorder):
         slots = [open_slot(engine, recorder, seed=i) for i in range(2)]
         monkeypatch.setattr(model.dual_ar, "prefill_rows", explode)
-        start_turn(engine, slots[0], 0, "hello.")
+        start_turn(engine, slots[0], 0, "hello there, " * 9)  # too long to ride with a frame
         failed = {recorder.wait(SlotFailed).slot for _ in slots}
         assert failed == set(slots) and "device lost" in (engine.failure or "")
 

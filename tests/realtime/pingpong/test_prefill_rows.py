@@ -6,6 +6,8 @@ from torch import Tensor
 
 from model.dual_ar import DualAR
 from model.kv_cache import KVCache
+from model.sampling import SamplingParams
+from realtime.pingpong.frames import FrameRunner
 from realtime.pingpong.prefill_rows import Piece, PrefillRunner
 from tests.model.small_model import make_random_model, random_prompt
 
@@ -91,3 +93,49 @@ def test_captured_calls_leave_what_eager_ones_leave(kind):
     print(f"\n| {kind} | relative error of captured and eager against one by one | {errors}")
     bound = 0.02 if kind == "bf16" else 0.15
     assert all(max(pair) < bound for pair in errors.values()), errors
+
+
+def frames_of(model, cache, prompts, *, rides):
+    """Codes of slots 0 and 1, three frames; slot 1 comes with the second."""
+    frames = FrameRunner(model, cache, len(LENGTHS))
+    frames.capture(iter)
+    last = {slot: prompts[slot].shape[1] - 1 for slot in (0, 1)}
+    riders = [Piece.of(1, 0, prompts[1][:, : last[1]])]
+    written = [Piece.of(0, 0, prompts[0][:, : last[0]]), *(() if rides else riders)]
+    PrefillRunner(model, cache).write(written)
+    codes = []
+    for slots, joins in (([0], 0), ([0, 1], 1), ([1, 0], None)):
+        if joins is not None:
+            row, sampling = prompts[joins][:, -1].tolist(), SamplingParams(temperature=0)
+            frames.start([frames.state.start_words(joins, row, last[joins], sampling)])
+        frame = frames.launch(slots, riders if rides and joins == 1 else ())
+        codes.append(frame.codes[: len(slots)].clone())
+    return torch.cat(codes), cache.read(1, last[1] + 1)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+def test_rows_that_ride_with_a_frame_leave_what_a_call_leaves(kind):
+    check_riders(make_random_model(), kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+def test_cuda_rows_that_ride_with_a_captured_frame(kind):
+    check_riders(make_random_model(torch.bfloat16, "cuda"), kind)
+
+
+def check_riders(model, kind):
+    model.use_kernels(kind)
+    prompts = {slot: random_prompt(length, slot) for slot, length in ((0, 30), (1, 41))}
+    (codes, written), (ridden_codes, ridden) = (
+        frames_of(model, new_cache(model), prompts, rides=rides) for rides in (False, True)
+    )
+    error = float((ridden.float() - written.float()).norm() / written.float().norm())
+    num_equal = int((codes == ridden_codes).all(1).sum())
+    print(
+        f"\n| {kind} | riders: relative error {error:.4f}, {num_equal} of {len(codes)} frames the same"
+    )
+    if model.device.type == "cpu":
+        assert torch.equal(codes, ridden_codes)
+        assert kind != "bf16" or torch.equal(ridden, written)
+    assert error < (0.02 if kind == "bf16" else 0.15)
