@@ -77,7 +77,7 @@ class Memory:
         self, slot: int, prefix: CachedPrefix, num_positions: int, *, is_urgent: bool
     ) -> bool:
         """Let the slot begin with the prefix, and have pages for `num_positions` in all. False: not
-        now, as for `reserve`, and it has no pages at all."""
+        now, as for `reserve`, and it has no pages at all; nor may there be the prefix any more."""
         num_full, num_rest = divmod(prefix.length, self._cache.page_size)
         self.trim(slot, 0)
         self._allocator.share(prefix.pages)  # also its last page, while room is looked for
@@ -88,6 +88,9 @@ class Memory:
         self._allocator.release(prefix.pages[num_full:])
         if not is_done:
             self._cut(slot, 0)
+        if not is_done and self._allocator.num_used == len(self._prefixes.pages):
+            # No slot has pages that could come back: there is room without the prefix alone.
+            self._make_room(slot, self._cache.num_pages_of(num_positions), may_reclaim=False)
         return is_done
 
     def _cut(self, slot: int, num_kept: int) -> bool:

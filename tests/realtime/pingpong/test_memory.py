@@ -101,6 +101,17 @@ def test_the_prefix_that_a_slot_begins_with_is_not_evicted_to_make_room_for_it()
     assert pool.memory.start_from(1, prefix, 3, is_urgent=True)
 
 
+def test_a_pool_without_room_for_prefix_and_context_gives_up_the_prefix() -> None:
+    """The copy of the prefix's last page would be one page too many for ever."""
+    pool = Pool(num_pages=8)
+    pool.add_prefix(b"a", 6)
+    prefix = pool.prefixes.get(b"a")
+    assert prefix is not None
+    assert not pool.memory.start_from(0, prefix, 8 * PAGE, is_urgent=True)
+    assert pool.prefixes.get(b"a") is None and pool.allocator.num_free == 8
+    assert pool.reserve(0, 8)
+
+
 def test_who_came_first_is_served_first_even_if_less_would_do_for_the_next() -> None:
     pool = Pool()
     assert pool.reserve(0, 6)
