@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import openai
+import ormsgpack
 import pytest
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as ws_connect
@@ -15,6 +16,7 @@ from realtime.auth import ApiKeys
 from realtime.errors import HTTP_STATUS
 from tests.adapters.fish_support import FishSocket
 from tests.realtime.support import TIMEOUT_S, Client, Served, make_engine, serving
+from tests.realtime.test_voices import clip
 
 KEY, OTHER = "key-of-the-first-client", "key-of-the-second-client"
 TEXT = "No more than one of these may come at once, and no other."  # 57 of 100 characters
@@ -188,3 +190,46 @@ async def test_a_request_that_is_spoken_is_a_session(tmp_path: Path, path: str) 
         engine.let_all()
         await served.until_free()
         assert (await post(served, path, KEY)).status_code == 200
+
+
+# ---------------------------------------------------------------------------- clips
+
+MAX_CLIP_S, MAX_CLIP_BYTES = 3.0, 400_000
+TOO_LONG, TOO_LARGE = clip(duration_s=3.5), b"\0" * (MAX_CLIP_BYTES + 1)
+HALF = clip(duration_s=1.7)  # two are too long together
+CLIPS = [([TOO_LONG], 422), ([TOO_LARGE], 413), ([HALF, HALF], 422)]
+
+
+@pytest.mark.parametrize("path", ["/v1/tts", "/v1/tts/stream/with-timestamp", "/model"])
+@pytest.mark.parametrize(("clips", "status"), CLIPS, ids=["long", "large", "together"])
+async def test_clips_are_limited_over_http(
+    tmp_path: Path, path: str, clips: list[bytes], status: int
+) -> None:
+    limits = {"max_clip_s": MAX_CLIP_S, "max_clip_bytes": MAX_CLIP_BYTES}
+    async with serving(tmp_path, **limits) as served, served.http() as http:
+        if path == "/model":
+            form = {"title": "anna", "texts": ["words"] * len(clips)}
+            response = await http.post(path, data=form, files=[("voices", c) for c in clips])
+        else:
+            references = [{"audio": c, "text": "words"} for c in clips]
+            body = ormsgpack.packb({"text": TEXT, "references": references})
+            kind = {"Content-Type": "application/msgpack"}
+            response = await http.post(path, content=body, headers=kind)
+        assert response.status_code == status, response.text
+        assert response.json() == {"status": status, "message": response.json()["message"]}
+        assert served.engine.slots.num_free == served.engine.info.num_slots
+        assert (await post(served, "/v1/tts", KEY)).status_code == 200
+
+
+@pytest.mark.parametrize("path", SOCKETS[1:])
+@pytest.mark.parametrize("clips", [clips for clips, _ in CLIPS], ids=["long", "large", "together"])
+async def test_clips_are_limited_on_sockets(tmp_path: Path, path: str, clips: list[bytes]) -> None:
+    limits = {"max_clip_s": MAX_CLIP_S, "max_clip_bytes": MAX_CLIP_BYTES}
+    async with serving(tmp_path, **limits) as served, connect(served, path, KEY) as socket:
+        fish = FishSocket(socket)
+        await fish.start(references=[{"audio": c, "text": "words"} for c in clips])
+        finish = await fish.until("finish")
+        assert finish["reason"] == "error" and (
+            "s, expected" in str(finish) or "400,000 bytes" in str(finish)
+        )
+        assert await speak_live(socket) is None  # the socket can still be used
