@@ -137,9 +137,10 @@ def test_a_context_without_room_for_a_segment_is_refused_at_start() -> None:
 
 def test_slots_that_no_memory_holds_are_refused_with_what_they_need() -> None:
     why = r"1000000 slots with a context of 256 positions each do not fit .* [\d,.]+ GB; .*--max-slots"
-    with pytest.raises(ConfigError, match=why), memory_of(tiny_model().dual_ar, 10**6, 256):
+    dual_ar = tiny_model().dual_ar
+    with pytest.raises(ConfigError, match=why), memory_of(dual_ar, 10**6, 256, "bf16"):
         torch.empty(10**15)
-    with pytest.raises(RuntimeError, match="no kernel"), memory_of(tiny_model().dual_ar, 1, 256):
+    with pytest.raises(RuntimeError, match="no kernel"), memory_of(dual_ar, 1, 256, "bf16"):
         raise RuntimeError("no kernel")
 
 
