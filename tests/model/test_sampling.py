@@ -198,7 +198,8 @@ def test_distribution(temperature):
     ],
 )
 def test_parameters_out_of_range(field, value):
-    with pytest.raises(SamplingError, match=rf"{field}: got .*, expected an? .* from "):
+    kind = "an integer" if field in ("top_k", "seed") else "a number"
+    with pytest.raises(SamplingError, match=rf"{field}: got .*, expected {kind} from "):
         SamplingParams(**{field: value})
 
 
