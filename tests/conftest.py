@@ -2,6 +2,9 @@
 
 import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 # Before torch is imported. With more threads a product's bits depend on how it is shared out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,3 +16,19 @@ for _number in (signal.SIGQUIT, signal.SIGHUP):
         signal.signal(_number, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch  # which tests of clients do without
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture
+def inference() -> Iterator[None]:
+    import torch
+
+    with torch.inference_mode():
+        yield

@@ -105,11 +105,7 @@ def test_streams_equal_whole_clips():
     check_schedule(build(CONFIG, is_fused=True), CONFIG, 1e-5)
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("config", [KERNEL_CONFIG, DacConfig.s2()], ids=["kernel", "s2"])
 def test_kernels_equal_plain(config):
     codes = random_codes(config, 21, seed=1, num_streams=3).cuda()
@@ -120,14 +116,12 @@ def test_kernels_equal_plain(config):
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("config", [KERNEL_CONFIG, DacConfig.s2()], ids=["kernel", "s2"])
 def test_streams_equal_whole_clips_bit_for_bit_on_the_gpu(config):
     check_schedule(build(config, "cuda"), config, 0.0)
 
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_call_never_waits_and_can_be_captured():
     codec = build(KERNEL_CONFIG, "cuda")

@@ -19,13 +19,9 @@ from tests.model.small_model import (
     random_prompt,
 )
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 GREEDY = SamplingParams(temperature=0)
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(params=NAMES)

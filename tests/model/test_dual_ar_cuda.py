@@ -10,7 +10,6 @@ from tests.model.goldens import END_ID, GOLDEN, NAMES, TOLERANCE, max_error
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
 ]
 

@@ -22,17 +22,13 @@ from tests.model.small_model import (
     random_prompt,
 )
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 GREEDY = SamplingParams(temperature=0)
 HOT = SamplingParams(1.2, 0.95, 60, 7)
 # Relative error of the hidden state from activations in e4m3 alone. Measured 0.07: twelve times
 # (four in each of three layers) the 2.6 % of rounding to three bits add up like noise.
 E4M3_ERROR = 0.1
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.inference_mode():
-        yield
 
 
 def fused_golden(name: str, kind: str = "bf16") -> DualAR:

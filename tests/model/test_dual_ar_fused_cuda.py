@@ -16,22 +16,13 @@ from tests.model.small_model import (
     s2_like_config,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("inference")]
 
 CONFIGS = {"embedded": embedded_like_config(), "s2": s2_like_config()}
 KINDS = ("bf16", "bsfp8")
 # Relative error of the hidden state against the eager model in fp32 with the same bf16 weights;
 # measured on an H200: 0.009, 0.009, 0.12 (weights and activations in e4m3, three layers).
 BOUNDS = {"eager": 0.02, "bf16": 0.02, "bsfp8": 0.15}
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.inference_mode():
-        yield
 
 
 class Streams:

@@ -13,14 +13,10 @@ from model.sampling import SamplingParams
 from ops.fp8_rows import Fp8Rows, dequantized
 from tests.model.small_model import decode, enter, make_random_model, random_prompt
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 NUM_SLOTS = 3
 NUM_FRAMES = 12
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(scope="module")

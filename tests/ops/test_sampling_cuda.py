@@ -12,10 +12,7 @@ from ops.embedding import embed_rows
 from ops.sampling import Carried, Draws, Head
 from tests.ops import sampling_cases as cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 ROUNDING = 2e-5  # of sums of 4097 probabilities, and of scores relative to their size
 
 
