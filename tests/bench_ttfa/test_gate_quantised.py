@@ -84,6 +84,13 @@ def test_the_gate_shuts_on_wrong_scales(side, fault, monkeypatch, capsys):
     assert ("CLOSED: reading its own codes, other semantic tokens" in printed) == has_other_tokens
 
 
+def test_the_embedded_model_speaks_the_same_with_8_bit_keys_and_values():
+    verdict = judge(EMBEDDED, CPU, "bf16", "fp8")
+    print(f"\n{verdict}")
+    assert not verdict.problems
+    assert 0.005 < verdict.logit_error < 0.03  # it is 8 bits, and less than those of weights
+
+
 @pytest.mark.gpu
 def test_the_embedded_model_speaks_the_same_in_8_bits_on_a_gpu():
     verdict = judge(EMBEDDED, torch.device("cuda"))
