@@ -154,6 +154,16 @@ class Hub:
             self._fail(EngineError(message=self._engine.failure))
         return self.state
 
+    @property
+    def reason(self) -> str:
+        """Of the state, in words."""
+        num_lost = self._engine.slots.num_lost
+        if self.state is not State.READY or not num_lost:
+            return self.state.value
+        return (
+            f"degraded: {num_lost} of {self._engine.info.num_slots} slots are lost with an engine"
+        )
+
     def admit(self) -> SlotRef:
         """A slot for a connection that is about to be accepted. `serve` or `give_back` it.
 

@@ -101,7 +101,7 @@ def _add_operations(app: FastAPI, hub: Hub, metrics: Metrics) -> None:
     @app.get("/ready")
     async def ready() -> JSONResponse:
         is_ready = hub.check() is State.READY
-        content = {"ready": is_ready, "reason": hub.state.value}
+        content = {"ready": is_ready, "reason": hub.reason}
         return JSONResponse(content, status_code=200 if is_ready else 503)
 
     @app.get("/metrics")

@@ -15,6 +15,7 @@ ON_DEVICE = tuple(
     f"bench_ttfa.{name}"
     for name in (
         "codec",
+        "counters",
         "frames",
         "gate_inputs",
         "gate_quantised",

@@ -35,18 +35,24 @@ def place(config: ServerConfig, load: LoadEngine) -> Engine:
         raise PlosiveError("invalid_config", why)
     if not has_own_process(config):
         return load(config, devices[0], Slots(num_slots, shared_integers(num_slots)))
+
+    def begin(i: int) -> RemoteEngine:
+        share = num_slots // num_devices + (i < num_slots % num_devices)
+        name = f"engine {i} on {devices[i]}" if num_devices > 1 else f"the engine on {devices[i]}"
+        return RemoteEngine(partial(load_alone, load, config, devices[i]), share, name)
+
     remotes: list[RemoteEngine] = []
     try:
-        for i, device in enumerate(devices):
-            share = num_slots // num_devices + (i < num_slots % num_devices)
-            name = f"engine {i} on {device}" if num_devices > 1 else f"the engine on {device}"
-            remotes.append(RemoteEngine(partial(load_alone, load, config, device), share, name))
+        for i in range(num_devices):
+            remotes.append(begin(i))
         engines = [remote.load() for remote in remotes]
     except BaseException:
         for remote in remotes:
             remote.stop()
         raise
-    return engines[0] if num_devices == 1 else Fleet(engines, shared_integers(num_slots))
+    if num_devices == 1:
+        return engines[0]
+    return Fleet(engines, shared_integers(num_slots), revive=begin)
 
 
 def load_alone(load: LoadEngine, config: ServerConfig, device: str, slots: Slots) -> Engine:

@@ -5,7 +5,10 @@ with the most free slots. When it is opened, and so its voice is known, it moves
 the voice's prefix already, if that one is about as free. Generations of both slots count in step, so
 a reference translates by adding a constant.
 
-An engine that dies fails its own sessions; the others go on, and no new session is placed on it.
+An engine that dies fails its own sessions; the others go on, and no new session is placed on it. Where
+the fleet can make engines (`revive`), another takes its place (see `restarts`): it is a new member, at a
+new index, and the dead one keeps the sessions that it had until they are closed. While an engine is
+missing its slots count as lost. When none is left that lives, the fleet has failed.
 """
 
 import hashlib
@@ -20,7 +23,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from realtime.errors import EngineError
+from realtime.errors import EngineError, PlosiveError
 from realtime.pingpong.api import Engine, EngineInfo
 from realtime.pingpong.messages import (
     CloseSlot,
@@ -32,6 +35,7 @@ from realtime.pingpong.messages import (
     SlotRef,
     VoicePrompt,
 )
+from realtime.pingpong.restarts import Newcomer, Pauses, Restarts
 from realtime.pingpong.slots import Generations, Slots
 from realtime.threads import name_thread
 
@@ -57,10 +61,19 @@ class FleetSlots(Slots):
 
     def __init__(self, engines: Sequence[Engine], generations: Generations | None) -> None:
         super().__init__(sum(engine.info.num_slots for engine in engines), generations)
-        self._engines = engines
+        self._engines: list[Engine] = []
         self._bindings: dict[int, _Binding] = {}  # by the fleet's slot.idx
-        # of each engine: which of the fleet's slots had its slot last
-        self._back: list[list[int]] = [[-1] * engine.info.num_slots for engine in engines]
+        self._back: list[list[int]] = []  # of each engine: which of our slots had its slot last
+        self._replaced: set[int] = set()
+        for engine in engines:
+            self.add(engine)
+
+    def add(self, engine: Engine, instead_of: int | None = None) -> None:
+        """One more to place sessions on. Callable from any thread, one at a time."""
+        self._back.append([-1] * engine.info.num_slots)
+        if instead_of is not None:
+            self._replaced.add(instead_of)
+        self._engines.append(engine)
 
     @property
     def num_free(self) -> int:
@@ -69,7 +82,8 @@ class FleetSlots(Slots):
 
     @property
     def num_lost(self) -> int:
-        return sum(e.info.num_slots for e in self._engines if e.failure is not None)
+        dead = (e for i, e in enumerate(self._engines) if e.failure and i not in self._replaced)
+        return sum(engine.info.num_slots for engine in dead)
 
     def acquire(self) -> SlotRef | None:
         idx = self.most_free()
@@ -94,6 +108,8 @@ class FleetSlots(Slots):
 
     def of_engine(self, engine_idx: int, slot: SlotRef) -> SlotRef | None:
         """The fleet's reference for an engine's slot, if it is bound. Callable from any thread."""
+        if engine_idx >= len(self._back):  # it is being warmed up
+            return None
         idx = self._back[engine_idx][slot.idx]
         binding = self._bindings.get(idx)
         if binding is None or (binding.engine, binding.idx) != (engine_idx, slot.idx):
@@ -129,17 +145,32 @@ class FleetSlots(Slots):
 class Fleet:
     """Implements `realtime.pingpong.api.Engine` over engines of one model."""
 
-    def __init__(self, engines: Sequence[Engine], generations: Generations | None = None) -> None:
-        """`generations`: of all the engines' slots, where other processes are to read them."""
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        generations: Generations | None = None,
+        *,
+        revive: Callable[[int], Newcomer] | None = None,
+        pauses: Pauses | None = None,
+    ) -> None:
+        """
+        Args:
+            generations: of all the engines' slots, where other processes are to read them.
+            revive: starts making an engine like the one at an index of `engines`, with as many slots.
+        """
         assert engines, "a fleet needs an engine"
         first = engines[0].info
         for engine in engines:
-            same = replace(engine.info, num_slots=first.num_slots)
-            assert same == first, f"engines of different models: {engine.info}, {first}"
+            _check_same_model(engine, first)
         self._engines = list(engines)
-        self._slots = FleetSlots(self._engines, generations)
+        self._members = list(range(len(engines)))  # by place: the index of the engine that is there
+        self._slots = FleetSlots(engines, generations)
         self._info = replace(first, num_slots=self._slots.num_slots)
         self._prefixes: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in engines]
+        self._voices: tuple[VoicePrompt, ...] = ()
+        self._restarts = (
+            Restarts(self._current, revive, self._welcome, pauses or Pauses()) if revive else None
+        )
         self._sink: Callable[[Event], None] = lambda event: None
         self._own_events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._teller = threading.Thread(target=self._tell, name="plosive-fleet", daemon=True)
@@ -157,7 +188,7 @@ class Fleet:
     @property
     def failure(self) -> str | None:
         """Of the last one to fail."""
-        failures = [engine.failure for engine in self._engines]
+        failures = [engine.failure for engine in self._current()]
         return None if None in failures else "; ".join(str(failure) for failure in failures)
 
     def start(self, sink: Callable[[Event], None]) -> None:
@@ -165,6 +196,8 @@ class Fleet:
         self._teller.start()
         for idx, engine in enumerate(self._engines):
             engine.start(partial(self._hear, idx))
+        if self._restarts is not None:
+            self._restarts.start()
 
     def submit(self, command: Command) -> None:
         binding = self._slots.binding(command.slot)
@@ -186,6 +219,7 @@ class Fleet:
 
     def warm_up(self, voices: tuple[VoicePrompt, ...]) -> None:
         """All engines at the same time."""
+        self._voices = voices
         with ThreadPoolExecutor(len(self._engines)) as pool:
             list(pool.map(lambda engine: engine.warm_up(voices), self._engines))
         for prefixes in self._prefixes:
@@ -201,20 +235,48 @@ class Fleet:
     def stats(self) -> dict[str, float]:
         """Sums; of percentiles the largest."""
         total: dict[str, float] = {}
-        for engine in self._engines:
+        for engine in self._current():
             for name, value in engine.stats().items():
                 is_percentile = name.rpartition("_")[2].startswith("p")
                 known = total.get(name, 0.0)
                 total[name] = max(known, value) if is_percentile else known + value
-        num_alive = sum(engine.failure is None for engine in self._engines)
-        return total | {"engines": len(self._engines), "engines_alive": num_alive}
+        num_alive = sum(engine.failure is None for engine in self._current())
+        num_restarts = len(self._engines) - len(self._members)
+        counts = {"engines": len(self._members), "engines_alive": num_alive}
+        return total | counts | {"restarts": num_restarts}
 
     def stop(self) -> None:
+        if self._restarts is not None:
+            self._restarts.stop()
         for engine in self._engines:
             engine.stop()
         self._own_events.put(None)
         if self._teller.is_alive() and self._teller is not threading.current_thread():
             self._teller.join()
+
+    # ------------------------------------------------------------------ members
+
+    def _current(self) -> list[Engine]:
+        """By place, living or not."""
+        return [self._engines[idx] for idx in self._members]
+
+    def _welcome(self, place: int, engine: Engine) -> None:
+        """On the thread of the restarts: `engine` is loaded. Sessions come to it when it is warm.
+
+        Raises:
+            PlosiveError: it died, or is of another model than the others.
+        """
+        idx = len(self._engines)
+        try:
+            _check_same_model(engine, self._info)
+        except AssertionError as error:
+            raise PlosiveError("model_unusable", str(error)) from error
+        engine.start(partial(self._hear, idx))
+        engine.warm_up(self._voices)
+        self._prefixes.append(OrderedDict((_key((voice,), ""), None) for voice in self._voices))
+        self._engines.append(engine)
+        self._slots.add(engine, instead_of=self._members[place])
+        self._members[place] = idx
 
     # ------------------------------------------------------------------ placement
 
@@ -268,6 +330,11 @@ class Fleet:
         name_thread("plosive-fleet")
         while (event := self._own_events.get()) is not None:
             self._sink(event)
+
+
+def _check_same_model(engine: Engine, info: EngineInfo) -> None:
+    same = replace(engine.info, num_slots=info.num_slots)
+    assert same == info, f"engines of different models: {engine.info}, {info}"
 
 
 def _of_dead_engine(command: Command, error: EngineError) -> Event:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from clients import PlosiveError, Sampling, Session, connect
@@ -114,13 +115,28 @@ async def speak(session: Session, text: str = "One of several.") -> int:
 
 def children(pid: int) -> list[int]:
     """Processes that `pid` has started for engines; multiprocessing's tracker is none."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    found = [child for task in tasks for child in (task / "children").read_text().split()]
     engines = [c for c in found if "spawn_main" in Path(f"/proc/{c}/cmdline").read_text()]
     return [int(each) for each in engines]
 
 
+def reason(server: LocalServer) -> str:
+    """That /ready gives."""
+    url = server.url.replace("ws", "http", 1).partition("/v1")[0] + "/ready"
+    return str(httpx.get(url, trust_env=False).json()["reason"])
+
+
+def wait_until_whole(server: LocalServer) -> None:
+    for _ in range(1200):
+        if reason(server) == "ready":
+            return
+        time.sleep(0.05)
+    raise AssertionError(reason(server))
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_serve_goes_on_when_one_of_its_engines_is_killed() -> None:
+def test_serve_goes_on_when_one_of_its_engines_is_killed_and_starts_another() -> None:
     options = ["--model", "tone:1,0", "--device", "cpu,cpu", "--max-slots", "2"]
     with LocalServer(options) as server:
 
@@ -134,13 +150,17 @@ def test_serve_goes_on_when_one_of_its_engines_is_killed() -> None:
                 assert "exit code -9" in failed[0].message
                 survivor = one if isinstance(said[0], int) else two
                 assert await speak(survivor) > 10
+                await asyncio.to_thread(wait_until_whole, server)
+                async with connect(server.url) as again:
+                    assert min(await asyncio.gather(speak(survivor), speak(again))) > 10
 
         asyncio.run(talk())
         assert server.is_running
         pids = children(server.pid)
-    assert len(pids) == 1
-    with pytest.raises(ProcessLookupError):
-        os.kill(pids[0], 0)
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")

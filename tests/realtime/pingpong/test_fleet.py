@@ -245,6 +245,11 @@ async def test_a_server_over_two_engines(tmp_path: Path) -> None:
             async with served.http() as http:
                 assert (await http.get("/health")).status_code == 200
                 assert "plosive_engine_engines_alive 1.0" in (await http.get("/metrics")).text
+                ready = await http.get("/ready")
+                assert ready.status_code == 200 and ready.json() == {
+                    "ready": True,
+                    "reason": "degraded: 1 of 2 slots are lost with an engine",
+                }
         while not served.hub._engine.slots.num_free:
             await asyncio.wait_for(served.hub.slot_released.wait(), 10.0)
         async with served.connect() as again:
