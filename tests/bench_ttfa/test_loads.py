@@ -59,7 +59,9 @@ def test_lengths_and_stages(tmp_path, capsys) -> None:
         "client",
     ]
     output = capsys.readouterr().out
-    assert "text, characters" in output
+    head, first, second = output.splitlines()[:3]
+    assert head.startswith("text, characters") and "ttfa_ms" in head
+    assert [row.split()[:2] for row in (first, second)] == [["30", "3"], ["200", "3"]]
     assert "median ms after the commit" in output
     assert "api_key" not in json.dumps(summary)
 
