@@ -242,6 +242,7 @@ class DecodeLoop:
             frame=frame,
             is_limit=stream.num_launched >= join.max_frames,
             stamps_ns=join.stamps_ns,
+            ends_turn=join.ends_turn,
         )
 
     def _drain(self, step: StepBuffer) -> None:

@@ -11,6 +11,7 @@ from realtime.pingpong.messages import SlotRef
 
 _LEAST_LEAD_NS = 20_000_000  # what a call, the encoder and the socket may take; no chunk waits then
 _URGENT_LEAD_NS = 100_000_000
+_FAR_LEAD_NS = 1_000_000_000
 _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
 
 
@@ -96,11 +97,15 @@ class Waiting(NamedTuple):
     lead_ns: int  # of what is decoded, or being decoded
     is_last: bool  # nothing is to be waited for: what follows them is an event
     interval_ns: int  # from one frame to the next, as of late
+    is_tail: bool = (
+        False  # the stream is over with them: a call may decode more, which mean nothing
+    )
 
 
 class CallPlan(NamedTuple):
-    """The codec's next call: `chunk` frames of each of `slots`, the most urgent first. Without
-    slots nothing is due before `due_in_ns`; None: before there are more frames."""
+    """The codec's next call: `chunk` frames of each of `slots`, the most urgent first; fewer of
+    those whose tail it is. Without slots nothing is due before `due_in_ns`; None: before there are
+    more frames."""
 
     chunk: int
     slots: list[int]
@@ -115,11 +120,11 @@ def next_call(
     max_streams: Callable[[int], int],
 ) -> CallPlan:
     """What the codec decodes next: the slots whose listeners need it first, and with them those
-    that are due for as many frames.
+    that are due for as many frames. Few calls of many frames cost least.
 
-    A slot is due when it has as many frames as a chunk may have: one for a listener who has
-    nothing, and twice as many whenever the listener has twice as much; they come within half of the
-    lead. So the first packet leaves after the first frame, and a stream far ahead costs least.
+    A slot is due when the frames for a chunk twice as large would come too late for its listener.
+    So the first packet leaves after the first frame, and a stream with something in hand soon has
+    the largest chunks; far ahead, those wait until they fill a call.
 
     Args:
         waiting: by slot.
@@ -129,19 +134,46 @@ def next_call(
     due: dict[int, int] = {}  # slot -> chunk
     waits: list[int] = []
     for slot, item in waiting.items():
-        limit = min(max_chunk, _power_of_two(item.num_frames))
-        enough_ns = max(_LEAST_LEAD_NS, 4 * limit * item.interval_ns)  # for a chunk twice as large
-        if item.is_last or limit == max_chunk or item.lead_ns < enough_ns:
-            due[slot] = limit
+        chunk, wait_ns = _chunk_of(item, max_chunk)
+        if wait_ns <= 0:
+            due[slot] = chunk
         else:
-            waits.append(item.lead_ns - enough_ns + 1)
-    if not due:
+            waits.append(wait_ns)
+    patient = [slot for slot in due if _is_patient(waiting[slot], max_chunk)]
+    if len(patient) < max_streams(max_chunk):  # or they make a call
+        waits += [waiting[slot].lead_ns - _FAR_LEAD_NS + 1 for slot in patient]
+    else:
+        patient = []
+    if len(patient) == len(due):
         return CallPlan(0, [], min(waits) if waits else None)
     by_deadline = sorted(due, key=lambda slot: waiting[slot].lead_ns)
-    chunk = due[by_deadline[0]]
-    slots = [slot for slot in by_deadline if due[slot] == chunk]
-    is_urgent = waiting[slots[0]].lead_ns < _URGENT_LEAD_NS
+    first = next(slot for slot in by_deadline if slot not in patient)
+    chunk = due[first]
+    slots = [slot for slot in by_deadline if _fits(waiting[slot], due[slot], chunk)]
+    is_urgent = waiting[first].lead_ns < _URGENT_LEAD_NS
     return CallPlan(chunk, slots[: max_streams(chunk)], 0, is_urgent)
+
+
+def _chunk_of(item: Waiting, max_chunk: int) -> tuple[int, int]:
+    """Frames that the slot's next call decodes, and how long it may wait for more."""
+    chunk = min(max_chunk, _power_of_two(item.num_frames))
+    if item.is_tail and chunk < item.num_frames < max_chunk:
+        chunk *= 2
+    if item.is_last or chunk == max_chunk:
+        return chunk, 0
+    num_missing = 2 * chunk - item.num_frames
+    # Half as long again as they took of late.
+    return chunk, item.lead_ns - _LEAST_LEAD_NS - 3 * num_missing * item.interval_ns // 2
+
+
+def _is_patient(item: Waiting, max_chunk: int) -> bool:
+    """A slot that joins calls, but that none is made for."""
+    is_far = item.lead_ns >= _FAR_LEAD_NS and item.num_frames < 2 * max_chunk
+    return is_far and not item.is_last and max_chunk > 1
+
+
+def _fits(item: Waiting, wanted: int, chunk: int) -> bool:
+    return wanted == chunk or (item.is_tail and item.num_frames <= chunk)
 
 
 def _power_of_two(number: int) -> int:

@@ -452,5 +452,6 @@ class PrefillLoop:
                 stamps_ns=turn.stamps_ns,
                 prefilled=prefilled,
                 riders=riders,
+                ends_turn=turn.num_segments == turn.next_segment + 1,
             )
         )

@@ -27,6 +27,7 @@ class Join:
     stamps_ns: dict[str, int]  # of the turn; each key is written once, by one thread
     prefilled: Event  # but for the riders
     riders: Piece | None = None
+    ends_turn: bool = False  # no segment comes after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class StepRow(NamedTuple):
     frame: int  # within the segment
     is_limit: bool  # the segment ends with this frame, whatever the model says
     stamps_ns: dict[str, int]
+    ends_turn: bool = False  # the segment does
 
 
 @dataclass(slots=True)

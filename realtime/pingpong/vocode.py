@@ -31,7 +31,7 @@ from realtime.pingpong.messages import (
     SlotRef,
     TurnBegin,
 )
-from realtime.pingpong.pacing import CallPlan, ClockTable, PlaybackClock, Waiting, next_call
+from realtime.pingpong.pacing import CallPlan, PlaybackClock, Waiting, next_call
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
 
@@ -54,6 +54,7 @@ class _Voice:
     # Of that turn alone: its audio may be heard at once, whatever was said before it.
     clock: PlaybackClock = field(default_factory=PlaybackClock)
     ended: tuple[SlotRef, int, int] | None = None  # the last segment
+    is_over: bool = False  # its last frame has come
 
     def add_event(self, event: Event) -> None:
         self.queue.append(event)
@@ -75,7 +76,9 @@ class _Voice:
 class _InFlight(NamedTuple):
     call: Call
     plan: CallPlan
-    rows: list[tuple[_Voice, StepRow]]  # of each slot, with the first of its frames
+    rows: list[
+        tuple[_Voice, StepRow, int]
+    ]  # of each slot, with the first of its frames and how many
 
 
 class VocodeLoop:
@@ -98,7 +101,9 @@ class VocodeLoop:
         self._sink = sink
         self._voices = [_Voice(idx) for idx in range(num_slots)]
         self._in_flight: deque[_InFlight] = deque()
-        self._clocks = ClockTable(num_slots)
+        self._frame_samples = model.codec.frame_samples
+        self._may_pad = model.device.type == "cuda"  # elsewhere every frame costs the same
+        self._no_place = self.runner.place(self.runner.dummy_slot, 0)
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
         self.num_frames = 0
         self.num_calls = 0
@@ -161,6 +166,7 @@ class VocodeLoop:
         self._drop_stale(voice)
         self._work_until(lambda: len(voice.queue) == voice.num_events)  # the turn before is over
         voice.num_put = voice.num_called = 0
+        voice.is_over = False
         voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
 
     def _place(self, voice: _Voice, now_ns: int) -> int:
@@ -183,6 +189,7 @@ class VocodeLoop:
     def _end_segment(self, row: StepRow, is_end: bool) -> None:
         voice = self._voices[row.slot.idx]
         voice.ended = (row.slot, row.turn_id, row.segment)
+        voice.is_over = row.ends_turn
         num_frames = row.frame + (0 if is_end else 1)
         if not is_end and not self._is_length_fixed:
             message = f"segment {row.segment} was cut at the limit of {num_frames} frames"
@@ -267,7 +274,10 @@ class VocodeLoop:
                 if head.first_frame + head.frame == 0:
                     lead_ns = 0
                 is_last = len(voice.queue) > num_frames
-                waiting[voice.idx] = Waiting(num_frames, lead_ns, is_last, voice.interval_ns)
+                is_tail = is_last and voice.is_over and self._may_pad
+                waiting[voice.idx] = Waiting(
+                    num_frames, lead_ns, is_last, voice.interval_ns, is_tail
+                )
         return next_call(
             waiting,
             max_chunk=self.runner.max_chunk,
@@ -278,14 +288,15 @@ class VocodeLoop:
         rows, places = [], []
         for idx in plan.slots:
             voice = self._voices[idx]
-            first = voice.queue[0]
+            first, num_frames = voice.queue[0], min(plan.chunk, voice.num_waiting)
             assert isinstance(first, StepRow), first
-            rows.append((voice, first))
-            for _ in range(plan.chunk):
+            rows.append((voice, first, num_frames))
+            for _ in range(num_frames):
                 voice.queue.popleft()
                 places.append(self.runner.place(idx, voice.num_called))
                 voice.num_called += 1
-            voice.num_in_flight += plan.chunk
+            places += [self._no_place] * (plan.chunk - num_frames)
+            voice.num_in_flight += num_frames
         call = self.runner.call(plan.slots, places, plan.chunk)
         self._in_flight.append(_InFlight(call, plan, rows))
         self.num_calls += 1
@@ -293,16 +304,17 @@ class VocodeLoop:
     # ------------------------------------------------------------------ out
 
     def _read_oldest(self) -> None:
-        call, plan, rows = self._in_flight.popleft()
-        pcm, chunk, is_pinned = call.wait(), plan.chunk, self._device.type == "cuda"
+        call, _, rows = self._in_flight.popleft()
+        pcm, is_pinned = call.wait(), self._device.type == "cuda"
         begun_ns = time.perf_counter_ns()
-        for (voice, row), samples in zip(rows, pcm, strict=True):
-            voice.num_in_flight -= chunk
+        for (voice, row, num_frames), samples in zip(rows, pcm, strict=True):
+            voice.num_in_flight -= num_frames
             if self._slots.is_current(row.slot):
                 # Pinned memory is used again; what the CPU made is the receiver's.
-                self._say_frames(row, chunk, samples.copy() if is_pinned else samples)
+                heard = samples[: num_frames * self._frame_samples]
+                self._say_frames(row, num_frames, heard.copy() if is_pinned else heard)
                 if voice.turn == (row.slot, row.turn_id):
-                    voice.clock.add(chunk * self._frame_ns, begun_ns)
+                    voice.clock.add(num_frames * self._frame_ns, begun_ns)
             self._say_events(voice)
         self.runner.done(call)
         self.host_ns += time.perf_counter_ns() - begun_ns
@@ -313,7 +325,6 @@ class VocodeLoop:
         if frame == 0:
             row.stamps_ns["first_pcm"] = now_ns
             self._sink(TurnBegin(row.slot, row.turn_id, dict(row.stamps_ns)))
-        self._clocks.of(row.slot).add(num_frames * self._frame_ns, now_ns)
         self.num_frames += num_frames
         self._sink(FramePcm(row.slot, row.turn_id, row.segment, frame, num_frames, pcm))
 

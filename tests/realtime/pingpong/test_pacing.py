@@ -58,8 +58,8 @@ def plan(waiting, max_chunk=8, max_streams=lambda chunk: 64):
     return next_call(waiting, max_chunk=max_chunk, max_streams=max_streams)
 
 
-def paced(num_frames, lead_ns, is_last=False, interval_ns=FRAME):
-    return Waiting(num_frames, lead_ns, is_last, interval_ns)
+def paced(num_frames, lead_ns, is_last=False, interval_ns=FRAME, is_tail=False):
+    return Waiting(num_frames, lead_ns, is_last, interval_ns, is_tail)
 
 
 def test_the_first_frame_leaves_at_once():
@@ -67,7 +67,7 @@ def test_the_first_frame_leaves_at_once():
 
 
 def test_chunks_grow_with_the_lead():
-    wants = {1: 0, 2: 4 * FRAME, 4: 8 * FRAME, 8: 16 * FRAME}
+    wants = {1: 0, 2: 2 * FRAME, 4: 4 * FRAME, 8: 8 * FRAME}
     for chunk, lead_ns in wants.items():
         assert plan({0: paced(15, lead_ns)})[:2] == (8, [0])
         assert chunk == 1 or not plan({0: paced(chunk - 1, lead_ns)}).slots
@@ -81,9 +81,9 @@ def test_frames_that_come_fast_are_soon_many():
 
 
 def test_what_is_not_due_becomes_due_as_the_lead_falls():
-    waiting = paced(3, 10 * FRAME)  # 4 frames are wanted
+    waiting = paced(3, 10 * FRAME)  # 4 frames are wanted: one more, and 20 ms
     due_in_ns = plan({0: waiting}).due_in_ns
-    assert due_in_ns == 10 * FRAME - 8 * FRAME + 1
+    assert due_in_ns == 10 * FRAME - 3 * FRAME // 2 - 20 * MS
     assert not plan({0: waiting._replace(lead_ns=waiting.lead_ns - due_in_ns + 1)}).slots
     assert plan({0: waiting._replace(lead_ns=waiting.lead_ns - due_in_ns)}).chunk == 2
 
@@ -95,7 +95,7 @@ def test_an_end_is_not_waited_for():
 def test_the_most_urgent_goes_first_with_those_of_its_chunk():
     waiting = {
         0: paced(8, 100 * FRAME),
-        1: paced(1, 2 * FRAME),
+        1: paced(1, FRAME),
         2: paced(1, 0),
         3: paced(2, 5 * FRAME),
     }
@@ -103,11 +103,34 @@ def test_the_most_urgent_goes_first_with_those_of_its_chunk():
     assert plan(waiting, max_streams=lambda chunk: 1)[:2] == (1, [2])
 
 
+def test_far_ahead_chunks_wait_until_they_fill_a_call():
+    far = {slot: paced(8, FAR) for slot in range(4)}
+    assert not plan(far, max_streams=lambda _: 5).slots
+    assert plan(far, max_streams=lambda _: 4)[:2] == (8, [0, 1, 2, 3])
+    assert plan(far | {4: paced(8, 900 * MS)}, max_streams=lambda _: 8)[:2] == (8, [4, 0, 1, 2, 3])
+    assert plan({0: paced(16, FAR)}, max_streams=lambda _: 8)[:2] == (8, [0])
+    assert plan(far | {4: paced(1, 0)}, max_streams=lambda _: 8)[:2] == (1, [4])
+    assert plan({0: paced(8, 1_100 * MS)}).due_in_ns == 100 * MS + 1
+
+
+def test_the_tail_of_a_stream_is_one_call_or_part_of_a_larger_one():
+    tail = paced(5, FAR, is_last=True, is_tail=True)
+    assert plan({0: tail})[:2] == (8, [0])
+    assert plan({0: tail._replace(num_frames=3)})[:2] == (4, [0])
+    assert plan({0: tail._replace(num_frames=4)})[:2] == (4, [0])
+    assert plan({0: tail._replace(num_frames=11)})[:2] == (8, [0])
+    due = {1: paced(8, FRAME), 2: paced(4, 2 * FRAME)}
+    assert plan({0: tail._replace(num_frames=1), **due})[:2] == (8, [1, 0])
+    assert plan({0: tail._replace(is_tail=False), **due})[:2] == (8, [1])
+
+
 def test_a_codec_that_cannot_join_frames_gets_one_at_a_time():
     assert plan({0: paced(9, 100 * FRAME)}, max_chunk=1)[:2] == (1, [0])
 
 
-waits = st.builds(Waiting, st.integers(1, 20), leads, st.booleans(), st.integers(MS, FRAME))
+waits = st.builds(
+    Waiting, st.integers(1, 20), leads, st.booleans(), st.integers(MS, FRAME), st.booleans()
+)
 
 
 @given(st.dictionaries(st.integers(0, 63), waits))
@@ -123,7 +146,7 @@ def test_every_slot_is_due_or_will_be(waiting):
             continue
         for slot in made.slots:
             item = left.pop(slot)
-            assert made.chunk <= item.num_frames
+            assert made.chunk <= item.num_frames or item.is_tail
             if item.num_frames > made.chunk:
                 rest = item.num_frames - made.chunk
                 left[slot] = item._replace(

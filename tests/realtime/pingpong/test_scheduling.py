@@ -7,7 +7,7 @@ import torch
 
 from realtime.pingpong import prefill as prefill_module
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
-from realtime.pingpong.messages import Event, OpenSlot, SetText, SlotRef
+from realtime.pingpong.messages import EndTurn, Event, OpenSlot, SetText, SlotRef
 from realtime.pingpong.prefill_rows import Piece
 from realtime.pingpong.steps import StepBuffer
 from tests.support.engine import sampling, tiny_model, voice
@@ -257,3 +257,18 @@ def test_who_is_gone_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> N
     stepped.prefill()
     stepped.decode()
     assert steps == [([slots[1].idx, slots[2].idx], [slots[2].idx])]
+
+
+def test_decode_is_told_whether_a_turn_ends_with_its_segment() -> None:
+    for num_segments, ends_turn in ((1, True), (2, False), (None, False)):
+        stepped = Stepped()
+        slot = stepped.open(1)
+        stepped.say(slot)
+        if num_segments is not None:
+            stepped.engine.submit(EndTurn(slot, 0, num_segments))
+        stepped.prefill()
+        (join,) = stepped.engine._decode.inbox.take_all()
+        assert join.ends_turn is ends_turn
+        stepped.engine._decode.inbox.put(join)
+        stepped.decode()
+        assert stepped.pending is not None and stepped.pending.rows[0].ends_turn is ends_turn
