@@ -147,6 +147,8 @@ class OpenAiRoutes:
     async def _speech(self, request: Request) -> Response:
         _check_is_json(request)
         asked = _parse(await self._body.read(request))
+        if not asked.input.strip():
+            raise RequestError(message="input: there is nothing to say", param="input")
         self._check_model(asked.model)
         format = asked.response_format or "mp3"
         rate = self._rate(format)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.adapters.fish_support import TEXT, live
 from tests.adapters.test_client_limits import POSTS
-from tests.realtime.support import serving
+from tests.realtime.support import TIMEOUT_S, serving
 
 HALVES = (r"\ud83d", r"\ude00", r"a\ud83db", r"\ude00\ud83d", "\\ud83d ")
 JSON = {"Content-Type": "application/json"}
@@ -59,6 +59,53 @@ async def test_half_a_surrogate_pair_in_messagepack(tmp_path: Path) -> None:
         await fish.start(text=TEXT)
         await fish.send("stop")
         assert await fish.until_finish()
+
+
+ODD_TEXTS = {  # whether it is spoken
+    "": False,
+    " \n ": False,
+    "a " * 100_000: False,
+    "Hello\0 there, \0\0 Anna.": True,
+    "\u202eHello\u202c there, \u200fAnna\u200e.": True,
+    "\ufeffHello there.": True,
+    "Hello \U0001f44b there.": True,
+}
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_odd_text(tmp_path: Path, path: str) -> None:
+    field = "input" if "input" in POSTS[path] else "text"
+    async with serving(tmp_path) as served, served.http() as http:
+        for text, is_spoken in ODD_TEXTS.items():
+            response = await http.post(path, json=POSTS[path] | {field: text}, timeout=TIMEOUT_S)
+            assert response.status_code in ((200,) if is_spoken else (400, 422)), text[:40]
+            assert is_spoken or set(response.json()) == shape_of(path)
+            assert not is_spoken or response.content
+            await served.until_free()
+
+
+async def test_odd_text_on_a_live_socket(tmp_path: Path) -> None:
+    """What has nothing to say is silent, and what is too long goes on in another turn."""
+    async with serving(tmp_path) as served, live(served) as fish:
+        for text, is_spoken in ODD_TEXTS.items():
+            if len(text) > 1_000:
+                continue
+            await fish.start(text=text)
+            await fish.send("stop")
+            assert bool(await fish.until_finish()) == is_spoken, text[:40]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9", "-1"])
+async def test_numbers_out_of_range(tmp_path: Path, number: str) -> None:
+    async with serving(tmp_path) as served, served.http() as http:
+        for path in POSTS:
+            known = ", ".join(f'"{k}": "{v}"' for k, v in POSTS[path].items())
+            extra = "speed" if path == "/v1/audio/speech" else "temperature"
+            body = "{" + known + f', "{extra}": {number}' + "}"
+            response = await http.post(path, content=body, headers=JSON)
+            assert response.status_code in (400, 422), response.text
+            assert set(response.json()) == shape_of(path)
+        assert not served.engine.commands
 
 
 RATES: list[tuple[str, dict[str, Any]]] = [
