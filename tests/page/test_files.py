@@ -43,3 +43,29 @@ def test_files_are_in_the_package() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     patterns = config["tool"]["setuptools"]["package-data"]["*"]
     assert {f"*{Path(name).suffix}" for name in FILES} <= set(patterns)
+
+
+def luminance(colour: str) -> float:
+    """Of `#rrggbb`, as WCAG 2 has it."""
+    shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [s / 12.92 if s <= 0.04045 else ((s + 0.055) / 1.055) ** 2.4 for s in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_read_stands_out_from_what_is_behind_it(scheme: str) -> None:
+    roots = re.findall(r":root \{(.*?)\}", (FOLDER / "style.css").read_text("utf-8"), re.DOTALL)
+    assert len(roots) == 2
+    root = roots[("light", "dark").index(scheme)]
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", root))
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((luminance(colours[one]), luminance(colours[other])))
+        return (high + 0.05) / (low + 0.05)
+
+    for behind in ("paper", "sheet"):
+        for read in ("ink", "soft", "alarm"):
+            assert contrast(read, behind) >= 4.5, (read, behind)
+        for seen in ("edge", "accent", "server"):
+            assert contrast(seen, behind) >= 3.0, (seen, behind)
+    assert contrast("on-accent", "accent") >= 4.5
