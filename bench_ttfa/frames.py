@@ -2,17 +2,13 @@
 
     python -m bench_ttfa.frames --model random:s2-pro --format bf16,bsfp8 --batch 1,16,64
     python -m bench_ttfa.frames ... --gate bench_ttfa/baselines/h200-s2-pro.json  # exit code 1: slower
-    python -m bench_ttfa.frames ... --freeze bench_ttfa/baselines/h200-s2-pro.json
 
 A frame is what decode launches (`realtime.pingpong.frames`): slow AR, sampling, the copy of the
 ends, the fast AR, in one CUDA graph, launched frame after frame as in life, so that every frame
 reads its weights anew from memory. `eager` is the same model in plain PyTorch, in one graph too.
 Times are those of CUDA events around RUN_FRAMES frames, the median of some runs.
 
-The gate compares frames/s per stream with a baseline of the same GPU and model, and fails when any
-is more than TOLERANCE below it. Rule for the baseline: whoever makes a frame faster freezes it anew
-in the same change; it is never frozen lower, unless a correction has to cost time, and then that
-commit says which and how much.
+The gate and the rule for its baseline: `bench_ttfa.gate_speed`.
 """
 
 import argparse
@@ -25,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from bench_ttfa.gate_speed import gate
 from bench_ttfa.system import describe_machine, describe_software
 from model.dual_ar import DualAR
 from model.kv_cache import KVCache, KvFormat
@@ -37,7 +34,6 @@ from realtime.pingpong.frames import FrameRunner
 FORMATS = ("eager", "bf16", "bsfp8")
 RUN_FRAMES = 32  # contexts grow by as many within a run; --context is their mean
 NUM_RUNS = 7
-TOLERANCE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +47,6 @@ class FrameTime:
     frames_per_s: float  # of all streams
     fastest_ms: float  # of the runs
     slowest_ms: float
-
-    @property
-    def per_stream(self) -> float:
-        return self.frames_per_s / self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,57 +125,8 @@ def time_frames(subject: Subject, form: str, batch: int, context: int) -> FrameT
     )
 
 
-def compare(baseline: dict[str, float], results: Sequence[FrameTime]) -> list[str]:
-    """What is slower than the baseline allows, in words."""
-    slow = []
-    for result in results:
-        frozen = baseline.get(_key(result))
-        if frozen is not None and result.per_stream < (1 - TOLERANCE) * frozen:
-            change = result.per_stream / frozen - 1
-            slow.append(
-                f"{_key(result)}: {result.per_stream:.1f} frames/s per stream, {change:.1%} from "
-                f"the baseline's {frozen:.1f} (allowed: -{TOLERANCE:.0%})"
-            )
-    return slow
-
-
 def _key(result: FrameTime) -> str:
     return f"{result.format} c={result.batch} context={result.context}"
-
-
-def _baseline(file: Path, model: str, gpu: str) -> dict[str, float] | None:
-    """Frames/s per stream by `_key`; None: there is none for this model and GPU."""
-    if not file.is_file():
-        return None
-    frozen = json.loads(file.read_text("utf-8"))
-    is_same = (frozen["model"], frozen["gpu"]) == (model, gpu)
-    return dict(frozen["frames_per_s_per_stream"]) if is_same else None
-
-
-def _freeze(file: Path, args: argparse.Namespace, gpu: str, results: list[FrameTime]) -> None:
-    rates = _baseline(file, args.model, gpu) or {}
-    rates |= {_key(result): round(result.per_stream, 2) for result in results}
-    frozen = {
-        "rule": "moved up by the change that makes a frame faster; never down without a reason "
-        "in the commit's message",
-        "model": args.model,
-        "gpu": gpu,
-        "software": describe_software(),
-        "frames_per_s_per_stream": rates,
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(frozen, indent=1) + "\n", encoding="utf-8")
-    print(f"frozen: {file}")
-
-
-def _gate(file: Path, args: argparse.Namespace, gpu: str, results: list[FrameTime]) -> int:
-    baseline = _baseline(file, args.model, gpu)
-    if baseline is None:
-        print(f"no baseline for {args.model} on {gpu} in {file}: nothing to compare")
-        return 2
-    slow = compare(baseline, results)
-    print("\n".join(slow) or f"within {TOLERANCE:.0%} of {file}, or faster")
-    return 1 if slow else 0
 
 
 def _numbers(text: str) -> list[int]:
@@ -211,7 +154,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--gate", type=Path, metavar="FILE", help="compare with a baseline")
-    parser.add_argument("--freeze", type=Path, metavar="FILE", help="make this run the baseline")
     return parser
 
 
@@ -247,19 +189,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     gpu = torch.cuda.get_device_name(args.device)
     results, memory = run(args)
+    record = {
+        "model": args.model,
+        "gpu": gpu,
+        "machine": describe_machine(),
+        "software": describe_software(),
+        "memory_mib": memory,
+        "frames": [asdict(result) for result in results],
+    }
     if args.json:
-        record = {
-            "model": args.model,
-            "gpu": gpu,
-            "machine": describe_machine(),
-            "software": describe_software(),
-            "memory_mib": memory,
-            "frames": [asdict(result) for result in results],
-        }
         args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    if args.freeze:
-        _freeze(args.freeze, args, gpu, results)
-    return _gate(args.gate, args, gpu, results) if args.gate else 0
+    return gate(record, args.gate) if args.gate else 0
 
 
 if __name__ == "__main__":
