@@ -14,6 +14,7 @@ from websockets.exceptions import InvalidStatus
 
 from realtime import hub, wire
 from realtime.auth import ApiKeys
+from realtime.config import ConfigError, ServerConfig
 from realtime.errors import HTTP_STATUS
 from tests.adapters.fish_support import FishSocket
 from tests.realtime.support import TIMEOUT_S, Client, Served, make_engine, serving
@@ -149,6 +150,28 @@ async def test_the_openai_sdk_waits_as_long_as_it_is_told(
             else:
                 with pytest.raises(openai.RateLimitError, match="characters of text a second"):
                     await speech
+
+
+@pytest.mark.parametrize(
+    ("options", "chars_per_s"),
+    [
+        ({}, 4_000),
+        ({"max_sessions_per_client": 2}, 2_000),
+        ({"max_text_chars_per_s": 0}, 0),
+        ({"max_client_text_chars_per_s": 7}, 7),
+        ({"max_client_text_chars_per_s": 0}, 0),
+    ],
+)
+def test_unless_told_a_client_has_the_text_of_its_sessions(
+    options: dict[str, int], chars_per_s: int
+) -> None:
+    assert ServerConfig(**options).client_text_chars_per_s(num_slots=4) == chars_per_s
+
+
+@pytest.mark.parametrize("name", ["max_client_text_chars_per_s", "auto_flush_ms"])
+def test_limits_are_not_negative(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}: got -1, expected 0 or more"):
+        ServerConfig(**{name: -1})
 
 
 # ---------------------------------------------------------------------------- sessions at a time
