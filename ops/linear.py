@@ -34,6 +34,7 @@ from ops.quantize import (
 from ops.reference_fp8 import ceil_div
 
 _BOX_BYTES = 128  # of K, fetched at once
+UPCOMING_BYTES = 16 << 20  # of the next linear's weights, asked into the L2
 
 Input = Activation | PendingNorm
 
@@ -44,6 +45,7 @@ def linear(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    upcoming: PackedWeight | None = None,
 ) -> Tensor:
     """x @ weight.T + bias + residual: [M, K] -> bf16 [M, N].
 
@@ -53,6 +55,7 @@ def linear(
         x: bf16 for a weight of kind "bf16", `BlockScaled` for "bsfp8"; or a norm of that kind.
         bias: [N].
         residual: [M, N].
+        upcoming: of the next linear over as many rows: a hint, it changes no result.
     """
     assert not weight.is_gate_up, "gate and up rows are interleaved: gate_up_swiglu"
     _check_input(x, weight)
@@ -64,14 +67,17 @@ def linear(
         if extra is not None:
             assert extra.dtype == torch.bfloat16 and extra.is_contiguous(), (name, extra.dtype)
             assert extra.shape == shape, (name, extra.shape, shape)
-    launch(x, weight, out, bias=bias, residual=residual)
+    launch(x, weight, out, bias=bias, residual=residual, upcoming=upcoming)
     return out
 
 
-def gate_up_swiglu(x: Input, weight: PackedWeight) -> Activation:
+def gate_up_swiglu(
+    x: Input, weight: PackedWeight, *, upcoming: PackedWeight | None = None
+) -> Activation:
     """silu(x @ gate.T) * (x @ up.T): [M, K] -> [M, F], of the weight's kind ("bsfp8": quantised).
 
     Rounded to bf16 where separate ops would: gate, up, silu, and the product before it is quantised.
+    `upcoming` as for `linear`.
     """
     assert weight.is_gate_up, "packed without is_gate_up"
     _check_input(x, weight)
@@ -81,10 +87,10 @@ def gate_up_swiglu(x: Input, weight: PackedWeight) -> Activation:
         return activated if weight.kind == "bf16" else quantize_rows(activated)
     if weight.kind == "bf16":
         out = torch.empty(x.shape[0], num_features, dtype=torch.bfloat16, device=x.device)
-        launch(x, weight, out)
+        launch(x, weight, out, upcoming=upcoming)
         return out
     scaled = empty_block_scaled(x.shape[0], num_features, x.device)
-    launch(x, weight, scaled)
+    launch(x, weight, scaled, upcoming=upcoming)
     return scaled
 
 
@@ -106,74 +112,40 @@ def launch(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    upcoming: PackedWeight | None = None,
     plan: Plan | WidePlan | None = None,
 ) -> None:
     """Enqueue the kernel, with the plan for this shape unless another is given."""
-    if isinstance(plan, WidePlan):
-        _launch_wide(x, weight, out, plan, bias, residual)
-        return
     has_norm = isinstance(x, PendingNorm)
     shape = (x.shape[0], weight.out_features, weight.in_features)
     variant = _variant(weight.kind, weight.is_gate_up, shape, weight.tiling, has_norm, plan)
-    if has_norm and variant.plan.norm == 0:
-        assert isinstance(x, PendingNorm)
+    plan = variant.plan
+    if isinstance(x, PendingNorm) and not (isinstance(plan, Plan) and plan.norm):
         x = x.run()
-    tensor_map, norm, scale = _rows(x, variant.plan)
+    tensor_map, norm, scale = _rows(x, plan.rows)
+    row_tiles, k_tiles = map(ctypes.c_int32, weight.tiling)
     variant.kernel.launch(
         variant.grid,
-        (variant.plan.threads,),
+        (plan.threads,),
         [
             tensor_map,
-            norm,
             weight.data,
             weight.tile_scale,
             scale,
             _output(out, bias, residual),
-            ctypes.c_int32(weight.data.shape[1]),
+            _upcoming(upcoming, x.shape[0]),
+            k_tiles,
+            norm if isinstance(plan, Plan) else row_tiles,
         ],
         shared_bytes=variant.shared_bytes,
         cluster=(variant.cluster, 1, 1),
     )
 
 
-def _launch_wide(
-    x: Input,
-    weight: PackedWeight,
-    out: Activation,
-    plan: WidePlan,
-    bias: Tensor | None,
-    residual: Tensor | None,
-) -> None:
-    is_fp8, is_gate_up = weight.kind == "bsfp8", weight.is_gate_up
-    row_tiles, k_tiles = weight.tiling
-    if isinstance(x, PendingNorm):
-        x = x.run()
-    cluster = plan.cluster(is_gate_up, is_fp8)
-    values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
-    kernel = nvrtc.kernel("linear_wide.cu", "linear_wide", defines=plan.defines(is_fp8, is_gate_up))
-    kernel.launch(
-        (plan.num_ctas(row_tiles, cluster), ceil_div(x.shape[0], plan.rows)),
-        (plan.threads,),
-        [
-            _tensor_map(values.data_ptr(), *values.shape, values.element_size(), plan.rows),
-            weight.data,
-            weight.tile_scale,
-            scale,
-            _output(out, bias, residual),
-            ctypes.c_int32(row_tiles),
-            ctypes.c_int32(k_tiles),
-            ctypes.c_int32(plan.prefetch),
-            ctypes.c_int32(plan.late),
-        ],
-        shared_bytes=plan.shared_bytes(is_fp8, is_gate_up, k_tiles),
-        cluster=(cluster, 1, 1),
-    )
-
-
 class _Variant(NamedTuple):
     """A kernel and its launch for one shape."""
 
-    plan: Plan
+    plan: Plan | WidePlan
     kernel: nvrtc.Kernel
     grid: tuple[int, int]
     shared_bytes: int
@@ -187,7 +159,7 @@ def _variant(
     shape: tuple[int, int, int],
     tiling: tuple[int, int],
     has_norm: bool,
-    plan: Plan | None,
+    plan: Plan | WidePlan | None,
 ) -> _Variant:
     """For x [M, K] and a weight [N, K], `shape` (M, N, K), in `tiling` (row tiles, K tiles)."""
     is_fp8 = kind == "bsfp8"
@@ -195,14 +167,12 @@ def _variant(
         plan = plan_for(kind, *shape, is_gate_up=is_gate_up, has_norm=has_norm)
     num_rows, _, num_columns = shape
     row_tiles, k_tiles = tiling
-    assert row_tiles % plan.warpgroups == 0, (plan, row_tiles)
-    num_ctas = row_tiles // plan.warpgroups * plan.split
     cluster = plan.cluster(is_gate_up, is_fp8)
-    assert num_ctas % cluster == 0, (plan, num_ctas)
+    defines = plan.defines(is_fp8, is_gate_up, num_columns)
     return _Variant(
         plan,
-        nvrtc.kernel("linear.cu", "linear", defines=plan.defines(is_fp8, is_gate_up, num_columns)),
-        (num_ctas, ceil_div(num_rows, plan.cols)),
+        nvrtc.kernel(f"{plan.kernel}.cu", plan.kernel, defines=defines),
+        (plan.num_ctas(row_tiles, cluster), ceil_div(num_rows, plan.rows)),
         plan.shared_bytes(is_fp8, is_gate_up, k_tiles),
         cluster,
     )
@@ -234,8 +204,31 @@ class _Output(ctypes.Structure):
     )
 
 
+class _Upcoming(ctypes.Structure):
+    """`Upcoming` of upcoming.cuh."""
+
+    _fields_ = (
+        ("tiles", ctypes.c_void_p),
+        ("row_tiles", ctypes.c_int32),
+        ("num_blocks", ctypes.c_int32),
+        ("split", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+    )
+
+
 _NO_NORM = _Norm()
 _NO_TENSOR_MAP = (ctypes.c_uint64 * 16)()
+
+
+def _upcoming(weight: PackedWeight | None, num_rows: int) -> _Upcoming:
+    if weight is None:
+        return _Upcoming()
+    shape = (num_rows, weight.out_features, weight.in_features)
+    plan = plan_for(weight.kind, *shape, is_gate_up=weight.is_gate_up)
+    row_tiles, k_tiles = weight.tiling
+    parts = row_tiles * plan.split
+    blocks = ceil_div(UPCOMING_BYTES, parts * weight.data.shape[2])
+    return _Upcoming(weight.data.data_ptr(), row_tiles, k_tiles, plan.split, blocks)
 
 
 def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _Output:
@@ -245,13 +238,15 @@ def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _O
     return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
 
 
-def _rows(x: Input, plan: Plan) -> tuple[ctypes.Array[ctypes.c_uint64], _Norm, Tensor | None]:
+def _rows(
+    x: Input, rows_per_cta: int
+) -> tuple[ctypes.Array[ctypes.c_uint64], _Norm, Tensor | None]:
     """x as the kernel takes it: for the copy engine, or for the norm; and its scales."""
     if isinstance(x, PendingNorm):
         norm = _Norm(x.x.data_ptr(), x.weight.data_ptr(), x.eps, *x.shape)
         return _NO_TENSOR_MAP, norm, None
     values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
-    tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), plan.cols)
+    tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), rows_per_cta)
     return tensor_map, _NO_NORM, scale
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from ops.quantize import Kind
 from ops.reference_fp8 import ceil_div
@@ -32,6 +33,20 @@ class Plan:
     split: int
     blocks_per_sm: int = 1
     norm: int = 0
+
+    kernel: ClassVar[str] = "linear"
+
+    @property
+    def rows(self) -> int:
+        """Of x that a CTA takes."""
+        return self.cols
+
+    def num_ctas(self, row_tiles: int, cluster: int) -> int:
+        """Along the weight; whole clusters."""
+        assert row_tiles % self.warpgroups == 0, (self, row_tiles)
+        count = row_tiles // self.warpgroups * self.split
+        assert count % cluster == 0, (self, count)
+        return count
 
     def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
         values_per_pass = 8 * 128 * self.warpgroups
@@ -98,8 +113,8 @@ class WidePlan:
     groups: int = 1
     parts: int = 1
     blocks_per_sm: int = 1
-    late: int = 0
-    prefetch: int = 0
+
+    kernel: ClassVar[str] = "linear_wide"
 
     @property
     def rows(self) -> int:
@@ -111,7 +126,7 @@ class WidePlan:
         """Rows of the weight that a CTA takes."""
         return self.width * self.col_groups
 
-    def defines(self, is_fp8: bool, is_gate_up: bool) -> dict[str, int | str]:
+    def defines(self, is_fp8: bool, is_gate_up: bool, _in_features: int) -> dict[str, int | str]:
         return {
             "IS_FP8": int(is_fp8),
             "GATE_UP": int(is_gate_up),

@@ -17,6 +17,7 @@
 
 #include "linear_epilogue.cuh"
 #include "linear_norm.cuh"
+#include "upcoming.cuh"
 
 namespace {
 
@@ -229,8 +230,9 @@ DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, cons
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
-    linear(const __grid_constant__ TensorMap map, NormInput norm, const u8* tiles,
-           const float2* tile_scales, const float* act_scales, Output output, int num_blocks) {
+    linear(const __grid_constant__ TensorMap map, const u8* tiles, const float2* tile_scales,
+           const float* act_scales, Output output, Upcoming upcoming, int num_blocks,
+           NormInput norm) {
   extern __shared__ __align__(1024) u8 ring[];
   const int most_blocks = (num_blocks + SPLIT - 1) / SPLIT;
   u8* operand = NORM ? ring + STAGES * kStageBytes : ring + kWeightBytes;
@@ -263,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   __syncthreads();
   if (kCluster > 1 && !kExchangesInRing) cluster_arrive();  // this CTA runs, its exchange is there
   if (warp == kConsumers / 32) {
-    if (is_producer) producer.fill(), producer.refill();
+    if (is_producer) producer.fill(), producer.refill(), prefetch_upcoming(upcoming);
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();
     return;

@@ -17,6 +17,7 @@
 // have registers for).
 
 #include "linear_wide_epilogue.cuh"
+#include "upcoming.cuh"
 
 namespace {
 
@@ -38,30 +39,17 @@ struct Problem {
   int first_row;      // of x
 };
 
-// Calls take(address, offset, bytes) for the pieces of rows `first` to `end`, 128 bytes of K of each; a
-// row tile holds 64 of them.
-template <typename Take>
-DEVICE void for_each_piece(const Problem& p, int block, Take take) {
+// Rows `first` to `end`, 128 bytes of K of each; a row tile holds 64 of them.
+DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int stage) {
+  const u32 barrier = shared.full + stage * 8;
+  barrier_expect(barrier, (p.end - p.first) * 128);
+  u32 target = shared.ring + stage * kStageBytes;
   for (int row = p.first; row < p.end;) {
     const int rows = min(64 - row % 64, p.end - row);
     const i64 tile = static_cast<i64>(row / 64) * p.num_blocks + block;
-    take(p.tiles + tile * kTileBytes + row % 64 * 128, (row - p.first) * 128, rows * 128);
-    row += rows;
+    bulk_copy_streamed(target, p.tiles + tile * kTileBytes + row % 64 * 128, rows * 128, barrier);
+    target += rows * 128, row += rows;
   }
-}
-
-DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int stage) {
-  const u32 barrier = shared.full + stage * 8, target = shared.ring + stage * kStageBytes;
-  barrier_expect(barrier, (p.end - p.first) * 128);
-  for_each_piece(p, block, [&](const u8* source, u32 offset, u32 bytes) {
-    bulk_copy_streamed(target + offset, source, bytes, barrier);
-  });
-}
-
-DEVICE void prefetch_weights(const Problem& p, int block) {
-  for_each_piece(p, block, [&](const u8* source, u32, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-  });
 }
 
 DEVICE void load_activations(const Shared& shared, const Problem& p, const TensorMap& map, int block,
@@ -95,7 +83,7 @@ struct Producer {
   int next;  // step to load
   Stage stage;
 
-  DEVICE void start(int prefetch) {
+  DEVICE void start() {
     for (int stage = 0; stage < STAGES; ++stage) {
       barrier_init(shared.full + stage * 8, 2);  // weights, activations
       barrier_init(shared.empty + stage * 8, kConsumers / 32);
@@ -104,7 +92,6 @@ struct Producer {
     fence_async_proxy();
     next = min(STAGES, p.blocks);
     for (int i = 0; i < next; ++i) load_weights(shared, p, p.begin + i, i);
-    for (int i = next; i < min(p.blocks, next + prefetch); ++i) prefetch_weights(p, p.begin + i);
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
   }
 
@@ -135,11 +122,10 @@ DEVICE void multiply(float (&d)[N / 2], u32 activations, u32 weights, bool accum
 
 // acc += part * (scale of its row of x * scale of its 8 rows of the weight): a block of 128.
 DEVICE void add_scaled(float* acc, const float (&part)[kPart / 2], float2 row_scales,
-                       const float2* unit_scales) {
+                       const float* unit_scales) {
 #pragma unroll
   for (int unit = 0; unit < kPart / 8; ++unit) {
-    const float2 pair = unit_scales[unit / 2];
-    const float scale = unit % 2 == 0 ? pair.x : pair.y;
+    const float scale = unit_scales[unit];
     const float upper = row_scales.x * scale, lower = row_scales.y * scale;
     acc[unit * 4 + 0] += part[unit * 4 + 0] * upper;
     acc[unit * 4 + 1] += part[unit * 4 + 1] * upper;
@@ -167,15 +153,14 @@ DEVICE void consume(float (&acc)[WIDTH / 2], const Shared& shared, const float* 
     if constexpr (IS_FP8) {
       const float* scales = act_scales + stage.index * kRows + row_group * 64 + warp % 4 * 16 + lane / 4;
       const float2 row_scales = {scales[0], scales[8]};
-      const float2* units =
-          reinterpret_cast<const float2*>(unit_scales + block * kUnits + col_group * (WIDTH / 8));
+      const float* units = unit_scales + block * kUnits + col_group * (WIDTH / 8);
 #pragma unroll
       for (int i = 0; i < PARTS; ++i) {
         float part[kPart / 2];
         multiply<kPart>(part, activations, weights + i * kPart * 128, false);
         wgmma_wait<0>();
         if (i == PARTS - 1) release(shared, stage.index, lane);
-        add_scaled(acc + i * kPart / 2, part, row_scales, units + i * kPart / 16);
+        add_scaled(acc + i * kPart / 2, part, row_scales, units + i * kPart / 8);
       }
     } else {
       multiply<WIDTH>(acc, activations, weights, block > 0);
@@ -229,15 +214,15 @@ DEVICE void finish(const float (&acc)[WIDTH / 2], u32* maxima, u8* ring, const O
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     linear_wide(const __grid_constant__ TensorMap map, const u8* tiles, const float* tile_scales,
-                const float* act_scales, Output output, int row_tiles, int num_blocks,
-                int prefetch, int is_late) {
+                const float* act_scales, Output output, Upcoming upcoming, int num_blocks,
+                int row_tiles) {
   extern __shared__ __align__(1024) u8 ring[];
   float* scales = reinterpret_cast<float*>(ring + STAGES * kStageBytes);
   u32* maxima = reinterpret_cast<u32*>(scales + (IS_FP8 ? STAGES * kRows : 0));
   u64* barriers = reinterpret_cast<u64*>(maxima + kMaxima);
   float* unit_scales = reinterpret_cast<float*>(barriers + 2 * STAGES);  // [blocks][kUnits]
 
-  if (!is_late) let_next_kernel_start();
+  let_next_kernel_start();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const int first = blockIdx.x / SPLIT * kWidth, first_row = blockIdx.y * kRows;
@@ -251,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
                            end,   begin,      blocks,     first_row};
   Producer producer = {shared, problem, map};
   const bool is_producer = thread == kConsumers;
-  if (is_producer) producer.start(prefetch);
+  if (is_producer) producer.start();
   __syncwarp();
   if (IS_FP8)
     for (int i = thread; i < blocks * kUnits; i += kThreads) {
@@ -262,10 +247,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   __syncthreads();
   if (kQuantises && kCluster > 1) cluster_arrive();  // this CTA runs, its maxima are zeros
   if (warp == kConsumers / 32) {
-    if (is_producer) {
-      producer.run();
-      if (is_late) let_next_kernel_start();
-    }
+    if (is_producer) producer.run(), prefetch_upcoming(upcoming);
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();
     return;

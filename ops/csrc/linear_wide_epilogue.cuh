@@ -22,7 +22,7 @@ constexpr int kMaxima = kQuantises ? GROUPS * kRows : 0;
 constexpr int kRowGroups = kRows / 8 / SPLIT;  // 8 rows of x that a CTA of the cluster finishes
 constexpr int kItems = (kRowGroups * 8 * kUnits + kConsumers - 1) / kConsumers;
 
-static_assert(WIDTH % 16 == 0 && kPart % 16 == 0, "gate and up alternate every 8 rows");
+static_assert(kPart % 8 == 0 && (!GATE_UP || WIDTH % 16 == 0), "gate and up alternate every 8 rows");
 static_assert(!GATE_UP || SPLIT == 1, "SwiGLU needs whole sums");
 static_assert(!kQuantises || kFeatures <= 128, "a CTA has parts of two groups at most");
 static_assert(!kQuantises || kCluster * kFeatures == 128 * GROUPS, "a cluster has whole groups");

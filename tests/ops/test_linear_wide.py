@@ -53,7 +53,7 @@ def test_wide_variants_compile(kind):
         (WidePlan(80, 1, 2, 4, 8), False),
         (WidePlan(160, 2, 1, 4, groups=5), True),
     ):
-        defines = plan.defines(is_fp8, is_gate_up)
+        defines = plan.defines(is_fp8, is_gate_up, 2560)
         assert nvrtc.compile_source("linear_wide.cu", "sm_90a", defines)[:4] == b"\x7fELF"
 
 
@@ -118,30 +118,30 @@ def test_every_cut_of_gate_and_up(width, row_groups, col_groups, groups, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_a_width_and_hints_change_no_bit(kind):
+def test_parts_of_a_width_change_no_bit(kind):
     weight = packed(random_weight(512, 1024, "cuda"), kind)
     x = activation(random_rows(100, 1024, "cuda"), kind)
     plan = WidePlan(160, 2, 1, 3, split=2)
     whole = poisoned_launch(x, weight, 512, plan=plan)
-    for other in (replace(plan, parts=2), replace(plan, late=1), replace(plan, prefetch=4)):
+    for other in (replace(plan, parts=2), replace(plan, stages=4)):
         assert torch.equal(poisoned_launch(x, weight, 512, plan=other), whole), other
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("late", [0, 1])
-def test_replay_of_wide_kernels_equals_eager(kind, late):
+def test_replay_of_wide_kernels_equals_eager(kind):
     """A chain of dependent launches, captured; every kernel sees what the one before it wrote."""
     gate_up = packed(random_weight(2 * 1024, 512, "cuda"), kind, is_gate_up=True)
     down = packed(random_weight(512, 1024, "cuda"), kind)
-    plans = WidePlan(64, 1, 2, 4, blocks_per_sm=2, late=late), WidePlan(48, 1, 2, 3, 4, late=late)
+    plans = WidePlan(64, 1, 2, 4, blocks_per_sm=2), WidePlan(48, 1, 2, 3, 4)
     x = random_rows(64, 512, "cuda")
 
     def step():
         h = x
         for _ in range(4):
-            hidden = poisoned_launch(activation(h, kind), gate_up, 1024, plan=plans[0])
-            h = poisoned_launch(hidden, down, 512, plan=plans[1], residual=h)
+            rows = activation(h, kind)
+            hidden = poisoned_launch(rows, gate_up, 1024, plan=plans[0], upcoming=down)
+            h = poisoned_launch(hidden, down, 512, plan=plans[1], residual=h, upcoming=gate_up)
         return h
 
     step()
