@@ -9,8 +9,7 @@ import random
 import pytest
 
 from realtime.session.script import is_speakable
-from tests.realtime.session.harness import Harness
-from tests.realtime.session.test_core import types
+from tests.realtime.session.harness import Harness, types
 
 WORDS = [
     *["Hello there. ", "Yes. ", "Dr. No ", "it costs $3.14, ", "well\u2026 ", "[laugh] ", "a"],
@@ -75,6 +74,9 @@ class Script:
 
     def wait(self) -> None:
         self.harness.now_ns += self.rng.randint(0, 800_000_000)
+        due_ns = self.harness.session.auto_flush_ns
+        if due_ns is not None and due_ns <= self.harness.now_ns:
+            self.harness.apply(self.harness.session.auto_flush(self.harness.now_ns))
 
     def other(self) -> None:
         match self.rng.randint(0, 3):
