@@ -8,7 +8,8 @@ The four matrices of every block are e4m3 [out, in], in the form that decoding r
 | `bsgemm` | 128 x 128                 | f32 [ceil(out/128), ceil(in/128)]                  |
 | `mxfp8`  | 1 x 32                    | u8 [out, ceil(in/32)], UE8M0: the exponent plus 127 |
 
-value = data * scale. Embeddings, norms, heads, biases and the projection between the stacks are as in
+value = data * scale. `mxfp8` is expanded to bf16 on loading: the kernel for it (Blackwell) is compiled,
+never run. Embeddings, norms, heads, biases and the projection between the stacks are as in
 the source. The description is in config.json (`plosive_quantization`) and in every weight file, so
 that files of two checkpoints are not taken for one.
 """

@@ -63,12 +63,12 @@ class MXScaled:
 
     def dequantize(self) -> Tensor:
         """fp32 [M, K]."""
-        return reference_fp8.dequantize_mx(self.data, self.exponents())
+        return reference_fp8.dequantize_mxfp8(self.data, self.exponents())
 
 
 def quantize_mx(x: Tensor) -> MXScaled:
     """Quantise rows of an activation or of a weight [M, K]."""
-    return MXScaled.from_row_major(*reference_fp8.quantize_mx(x))
+    return MXScaled.from_row_major(*reference_fp8.quantize_mxfp8(x))
 
 
 def linear_mx(x: MXScaled, weight: MXScaled) -> Tensor:

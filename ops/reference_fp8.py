@@ -1,7 +1,8 @@
 """Plain PyTorch definitions of the two 8-bit formats: the oracle of the kernels, and the CPU path.
 
 Block-scaled FP8 (Hopper): e4m3 values with an fp32 scale per 1x128 of an activation and per
-128x128 of a weight. MXFP8 (Blackwell): e4m3 values with a power of two (UE8M0) per 1x32 of either.
+128x128 of a weight. MXFP8 (Blackwell; its kernel is compiled, never run): e4m3 values with a power
+of two (UE8M0) per 1x32 of either.
 In both, value = data * scale. Arithmetic is fp32 and every step is one IEEE operation, so that a
 kernel can reproduce the bits.
 """
@@ -13,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 128  # values of K that share a scale; and rows of a weight
-MX_GROUP = 32  # values of K that share a scale of MXFP8
-MX_GROUP = 32  # values of K that share a power of two
+MX_GROUP = 32  # values of K that share a power of two of MXFP8
 E4M3_MAX = 448.0
 _MIN_AMAX = 1e-10
 _UE8M0_BIAS = 127
@@ -101,28 +101,3 @@ def dequantize_mxfp8(data: Tensor, scale: Tensor) -> Tensor:
     exponent = scale.int() - _UE8M0_BIAS
     per_value = exponent.repeat_interleave(MX_GROUP, 1)[:, : data.shape[1]]
     return torch.ldexp(data.float(), per_value)
-
-
-def quantize_mx(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows [M, K] in groups of 1x32 with powers of two, K a multiple of 128.
-
-    The power is amax / 448 rounded up, so that nothing is clipped.
-
-    Returns:
-        e4m3 [M, K], and biased exponents u8 [M, K / 32] (UE8M0: the power is 2^(exponent - 127)).
-    """
-    num_rows, num_columns = x.shape
-    assert num_columns % BLOCK == 0, num_columns
-    groups = x.float().view(num_rows, -1, MX_GROUP)
-    ratio = (groups.abs().amax(-1) / E4M3_MAX).clamp_min(2.0**-126)
-    bits = ratio.view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-    factor = ((254 - exponent) << 23).view(torch.float32)  # 2^(127 - exponent), exact
-    data = _to_e4m3(groups * factor[..., None]).view(num_rows, num_columns)
-    return data, exponent.to(torch.uint8)
-
-
-def dequantize_mx(data: Tensor, exponent: Tensor) -> Tensor:
-    """fp32 [M, K] of what `quantize_mx` gave."""
-    power = (exponent.to(torch.int32) << 23).view(torch.float32)
-    return data.float() * power.repeat_interleave(MX_GROUP, 1)

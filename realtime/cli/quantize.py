@@ -11,7 +11,8 @@ from realtime.errors import PlosiveError
 
 FORMATS = {
     "bsgemm": "e4m3 with a scale per 128x128, for Hopper's kernels",
-    "mxfp8": "e4m3 with a power of two per 1x32, made for Blackwell; expanded to bf16 on loading",
+    "mxfp8": "e4m3 with a power of two per 1x32, made for Blackwell, whose kernel is compiled and "
+    "was never run; expanded to bf16 on loading",
 }
 
 
