@@ -159,14 +159,15 @@ def _counters(part: str, row: dict[str, str], units: dict[str, str]) -> Counters
         values[field] = None if name is None else _number(row[name])
         if field == "us" and name is not None:
             values[field] = round(_number(row[name]) * _NS_PER[units[name]] / 1000, 2)
-    waits = {match[1]: _number(row[name]) for name in row if (match := _STALL.search(name))}
+    stalls = {match[1]: name for name in row if row[name] and (match := _STALL.search(name))}
+    waits = {reason: _number(row[name]) for reason, name in stalls.items()}
     largest = sorted(waits, key=lambda reason: -waits[reason])[:_NUM_STALLS]
-    stalls = {reason: round(waits[reason], 2) for reason in largest}
-    return Counters(part, row["Kernel Name"].partition("(")[0], **values, stalls=stalls)
+    shown = {reason: round(waits[reason], 2) for reason in largest}
+    return Counters(part, row["Kernel Name"].partition("(")[0], **values, stalls=shown)
 
 
 def _number(text: str) -> float:
-    return float(text.replace(",", "") or "nan")
+    return float(text.replace(",", ""))
 
 
 def table_of(counters: Sequence[Counters]) -> str:
