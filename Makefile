@@ -9,7 +9,7 @@ CLIENTS := $(VENV)/clients
 INSTALL := -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-clients browser screenshots check bench clean
+.PHONY: demo test test-gpu test-clients browser screenshots check bench clean
 
 demo: $(VENV)/.installed  ## speak a sentence through a real local server, print its TTFA
 	@echo "Starting a local server and saying a sentence ..."
@@ -19,6 +19,11 @@ demo: $(VENV)/.installed  ## speak a sentence through a real local server, print
 
 test: check  ## lint, types, layering, then all tests that need no GPU
 	PYTHONASYNCIODEBUG=1 $(BIN)/pytest -rs -m "not gpu"
+
+test-gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device, then the gates of 8 bits
+	$(BIN)/pytest -m gpu
+	$(BIN)/python -m bench_ttfa.gate_quantised
+	$(BIN)/python -m bench_ttfa.gate_quantised --model random:s2-pro
 
 test-clients: $(CLIENTS)/.installed  ## the agent frameworks (large), in an environment of their own
 	$(CLIENTS)/bin/python -m pytest -W default tests_clients
