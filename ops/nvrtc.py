@@ -33,7 +33,6 @@ Dim = tuple[int, ...]
 _LaunchKey = tuple[Dim, Dim, int, Dim, bool, int]
 
 _MAX_CONFIGS = 4096  # launch shapes remembered per kernel; a server has tens
-_DEFAULT_SHARED_BYTES = 48 * 1024
 _FLAGS = ("-std=c++17", "-lineinfo", "-default-device")
 
 
@@ -78,7 +77,7 @@ class Kernel:
         """
         device = torch._C._cuda_getDevice()
         handle = self._handles.get(device) or self._load(device)
-        if shared_bytes > self._max_shared.get(device, _DEFAULT_SHARED_BYTES):
+        if shared_bytes > self._max_shared.get(device, 0):  # the default counts static memory too
             self._allow_shared(device, shared_bytes)
         values = [
             ctypes.c_void_p(0 if arg is None else arg.data_ptr())
@@ -94,6 +93,17 @@ class Kernel:
         status = _driver().cuLaunchKernelEx(config[0], handle, ctypes.addressof(pointers), 0)[0]
         if status != 0:
             raise KernelError(f"{self._source}:{self._name} {key}: {_driver_error(status)}")
+
+    def residents(self, num_threads: int, shared_bytes: int) -> int:
+        """CTAs with so many threads and bytes of dynamic shared memory that an SM of the current
+        device holds at once, if nothing else runs there."""
+        device = torch._C._cuda_getDevice()
+        handle = self._handles.get(device) or self._load(device)
+        if shared_bytes > self._max_shared.get(device, 0):
+            self._allow_shared(device, shared_bytes)
+        _bind_thread()
+        count = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        return int(_check(count(handle, num_threads, shared_bytes)))
 
     def _load(self, device: int) -> Any:
         with self._lock:
