@@ -75,4 +75,4 @@ def test_without_a_repository_there_is_no_commit(tmp_path):
 def test_software_is_described_by_its_sources():
     software = describe_software()
     assert software["sources"] == source_digest()
-    assert software["commit"] in (None, provenance.git(provenance.ROOT, "rev-parse", "HEAD")[0])
+    assert software["commit"] in (None, *provenance.git(provenance.ROOT, "rev-parse", "HEAD"))
