@@ -137,17 +137,31 @@ async def test_stale_frames_are_dropped_over_there() -> None:
         assert rig.egress.num_encoders == 0
 
 
+def pid_of(rig: Rig, worker: int) -> int:
+    assert isinstance(rig.egress, EgressProcesses)
+    pid = rig.egress._workers[worker].process.pid
+    assert pid is not None
+    return pid
+
+
+async def stop_while_speaking(rig: Rig) -> tuple[SlotRef, int]:
+    """A session that has been heard, and the process of its encoder, which is held up."""
+    slot = rig.open()
+    rig.say(slot, 1, num_frames=1)
+    await rig.wait(TurnEnd, slot)
+    pid = pid_of(rig, 0)
+    os.kill(pid, signal.SIGSTOP)
+    return slot, pid
+
+
 async def test_a_process_that_dies_takes_its_own_sessions_only() -> None:
     async with Rig(2) as rig:
-        assert isinstance(rig.egress, EgressProcesses)
         slots = [rig.open() for _ in range(2)]
         for slot in slots:
             rig.say(slot, 1, num_frames=2)
             await rig.wait(TurnEnd, slot)
         doomed, spared = sorted(slots, key=lambda slot: slot.idx % 2)
-        pid = rig.egress._workers[doomed.idx % 2].process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid_of(rig, doomed.idx % 2), signal.SIGKILL)
         failed = await rig.wait(SlotFailed, doomed)
         assert isinstance(failed, SlotFailed) and "died" in failed.message
         rig.say(spared, 2)
@@ -167,13 +181,7 @@ async def test_a_process_that_dies_takes_its_own_sessions_only() -> None:
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_a_slot_that_is_closed_when_its_process_dies_comes_free(is_late: bool) -> None:
     async with Rig(1) as rig:
-        assert isinstance(rig.egress, EgressProcesses)
-        slot = rig.open()
-        rig.say(slot, 1, num_frames=1)
-        await rig.wait(TurnEnd, slot)
-        pid = rig.egress._workers[0].process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        slot, pid = await stop_while_speaking(rig)
         closed = rig.slots.bump(slot)
         if not is_late:
             rig.egress.put(SlotClosed(closed))
@@ -188,13 +196,7 @@ async def test_a_slot_that_is_closed_when_its_process_dies_comes_free(is_late: b
 
 async def test_a_process_that_is_behind_makes_the_engine_wait_and_loses_nothing() -> None:
     async with Rig(1) as rig:
-        assert isinstance(rig.egress, EgressProcesses)
-        slot = rig.open()
-        rig.say(slot, 1, num_frames=1)
-        await rig.wait(TurnEnd, slot)
-        pid = rig.egress._workers[0].process.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        slot, pid = await stop_while_speaking(rig)
         engine = threading.Thread(target=rig.say, args=(slot, 2, 2_000))
         engine.start()
         engine.join(0.5)
