@@ -16,7 +16,7 @@ from fastapi import WebSocketDisconnect
 
 from realtime import wire
 from realtime.connection import ABORT_EXTENSION
-from realtime.errors import CapacityError, ConnectionLost, PlosiveError
+from realtime.errors import ConnectionLost, PlosiveError
 from realtime.hub import Hub
 from realtime.pingpong.messages import SlotRef, VoicePrompt
 
@@ -140,14 +140,6 @@ class LocalSession:
 
 
 def _error(message: wire.Error) -> PlosiveError:
-    if message.retry_after_ms is not None:  # which only what is not fatal has
-        return CapacityError(
-            message.message,
-            code=message.code,
-            param=message.param,
-            turn_id=message.turn_id,
-            retry_after_s=message.retry_after_ms / 1000.0,
-        )
     return PlosiveError(
         message.code,
         message.message,
