@@ -91,13 +91,27 @@ def test_done_turns_are_kept_for_a_late_cancel_but_not_for_ever() -> None:
     assert protocol.cancel(turn_id, None) != []
 
 
-def test_the_account_keeps_the_text_whole() -> None:
+@pytest.mark.parametrize(
+    ("num_told", "played_ms", "expected"),
+    [
+        (2, 150.0, ("One. ", "Two.", 150.0)),
+        (
+            2,
+            None,
+            ("One. Two.", "", 200.0),
+        ),  # all that was told of, where nobody says what was heard
+        (0, None, ("", "One. Two.", 0.0)),
+    ],
+)
+def test_the_account_keeps_the_text_whole(
+    num_told: int, played_ms: float | None, expected: tuple[str, str, float]
+) -> None:
     protocol = start()
     turn_id = protocol.open_turn()
     protocol.append(turn_id, "One. ")
     protocol.append(turn_id, "Two.")
-    for text, audio_ms in (("One. ", 100.0), ("One. Two.", 200.0)):
+    for text, audio_ms in (("One. ", 100.0), ("One. Two.", 200.0))[:num_told]:
         protocol.receive(wire.encode(wire.TurnText(turn_id=turn_id, text=text, audio_ms=audio_ms)))
-    protocol.cancel(turn_id, 150.0)
+    protocol.cancel(turn_id, played_ms)
     account = protocol.account(turn_id)
-    assert (account.spoken_text, account.remaining_text) == ("One. ", "Two.")
+    assert (account.spoken_text, account.remaining_text, account.played_ms) == expected
