@@ -1,5 +1,6 @@
 """The protocol core alone: whatever a server sends, in whatever order."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
