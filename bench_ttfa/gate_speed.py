@@ -5,9 +5,9 @@
     python -m bench_ttfa.gate_speed RECORD.json --freeze     # make the run the baseline
 
 A figure may be TOLERANCE below its baseline. Rule for the baseline: whoever makes a frame faster
-freezes it anew in the same change, from the record of the run that shows it; it is frozen lower only
-with --lower and the reason (a correction that has to cost time, a change of what is measured), which
-the file keeps.
+freezes it anew in the same change, from the record of the run that shows it. A figure that came out
+lower, but no slower than the gate allows, stays as it was; it is frozen lower only with --lower and the
+reason (a correction that has to cost time, a change of what is measured), which the file keeps.
 
 Exit codes: 1, a figure is slower than that, or would be frozen lower; 2, nothing to compare.
 """
@@ -66,10 +66,12 @@ def freeze(record: dict[str, Any], file: Path, reason: str | None = None) -> int
     frozen, rates = _frozen(record, file), rates_of(record)
     before: dict[str, float] = frozen.get(_RATES, {})
     lower = {figure: rate for figure, rate in rates.items() if rate < before.get(figure, 0.0)}
-    if lower and not reason:
-        told = ", ".join(f"{figure} {before[figure]} -> {rate}" for figure, rate in lower.items())
-        print(f"frozen lower only with --lower REASON: {told}")
-        return 1
+    if not reason:
+        if slow := slower(before, rates):
+            print("\n".join([*slow, "frozen lower only with --lower REASON"]))
+            return 1
+        rates |= {figure: before[figure] for figure in lower}
+        lower = {}
     lowered = frozen.get("lowered", [])
     lowered += [
         {"figure": figure, "from": before[figure], "to": rate, "reason": reason}

@@ -52,18 +52,24 @@ def test_freezing_one_batch_keeps_the_others(baseline: Path) -> None:
 
 def test_a_baseline_is_lowered_with_a_reason_only(baseline: Path, capsys) -> None:
     before = baseline.read_text()
-    assert freeze(record((16, 99.0), (64, 60.0)), baseline) == 1
-    assert "c=16 context=600 100.0 -> 99.0" in capsys.readouterr().out
+    assert freeze(record((16, 94.0), (64, 60.0)), baseline) == 1
+    assert "c=16 context=600: 94.0" in capsys.readouterr().out
     assert baseline.read_text() == before
-    assert freeze(record((16, 99.0), (64, 60.0)), baseline, "a check that was missing") == 0
+    assert freeze(record((16, 94.0), (64, 60.0)), baseline, "a check that was missing") == 0
     assert json.loads(baseline.read_text())["lowered"] == [
         {
             "figure": "bf16 c=16 context=600",
             "from": 100.0,
-            "to": 99.0,
+            "to": 94.0,
             "reason": "a check that was missing",
         }
     ]
+
+
+def test_noise_does_not_lower_a_baseline(baseline: Path) -> None:
+    assert freeze(record((16, 98.0), (64, 60.0)), baseline) == 0
+    figures = json.loads(baseline.read_text())["frames_per_s_per_stream"]
+    assert list(figures.values()) == [100.0, 60.0]
 
 
 def test_a_record_is_judged_where_there_is_no_gpu(baseline: Path, tmp_path: Path) -> None:
