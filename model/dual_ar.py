@@ -292,8 +292,8 @@ class DualAR(nn.Module):
                 come more than once.
             on_choice: called with `is_end` bool [B] between the slow and the fast AR, so that what
                 it enqueues, a copy to the host, runs before the rest of the frame.
-            on_tail: called where little is left to be done, if kernels run the frame: what it
-                enqueues tells a host that the time has come to launch the next one.
+            on_tail: called where little is left to be done: what it enqueues tells a host that the
+                time has come to launch the next one.
             riders: prompt rows to write as `prefill_rows` does, before the slots' rows read; after
                 `use_kernels` only.
         """
@@ -310,6 +310,8 @@ class DualAR(nn.Module):
             on_choice(is_end)
         code = self.head_codes[choice]
         codes = torch.stack([code, *self.fast(hidden, code, sampler, state.fast)], dim=1).int()
+        if on_tail is not None:
+            on_tail()
         token = self.head_tokens[choice]
         if cache.history is not None:
             cache.history[slots, state.position[slots]] = state.rows[slots]

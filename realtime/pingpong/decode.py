@@ -95,9 +95,9 @@ class DecodeLoop:
         begun_ns = time.perf_counter_ns()
         if pending is not None:
             self._drain(pending)
+            self._welcome(self.inbox.take_all())  # while there is time
             self._wait_for_tail()
-        self._arriving += self._take_joins(may_sleep=wait and pending is None)
-        self._admit(self._prefilled())
+        self._welcome(self._take_joins(may_sleep=wait and pending is None))
         runnable = self._runnable(time.perf_counter_ns())
         if self._arriving and not runnable:
             self._admit(self._arriving)
@@ -127,6 +127,10 @@ class DecodeLoop:
         begun_ns = time.perf_counter_ns()
         self.frames.wait_for_tail()
         self.times.add_wait(begun_ns)
+
+    def _welcome(self, joins: list[Join]) -> None:
+        self._arriving += joins
+        self._admit(self._prefilled())
 
     def _prefilled(self) -> list[Join]:
         """Take out of `_arriving` who is prefilled. A stream that came sooner would make the device

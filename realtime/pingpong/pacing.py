@@ -151,6 +151,11 @@ def next_call(
     chunk = due[first]
     slots = [slot for slot in by_deadline if _fits(waiting[slot], due[slot], chunk)]
     is_urgent = waiting[first].lead_ns < _URGENT_LEAD_NS
+    slots += [
+        slot
+        for slot, item in waiting.items()
+        if slot not in slots and chunk < max_chunk and _climbs(item, chunk, max_chunk)
+    ]
     return CallPlan(chunk, slots[: max_streams(chunk)], 0, is_urgent)
 
 
@@ -161,15 +166,25 @@ def _chunk_of(item: Waiting, max_chunk: int) -> tuple[int, int]:
         chunk *= 2
     if item.is_last or chunk == max_chunk:
         return chunk, 0
-    num_missing = 2 * chunk - item.num_frames
-    # Half as long again as they took of late.
-    return chunk, item.lead_ns - _LEAST_LEAD_NS - 3 * num_missing * item.interval_ns // 2
+    return chunk, item.lead_ns - _enough_ns(2 * chunk - item.num_frames, item.interval_ns)
 
 
 def _is_patient(item: Waiting, max_chunk: int) -> bool:
     """A slot that joins calls, but that none is made for."""
     is_far = item.lead_ns >= _FAR_LEAD_NS and item.num_frames < 2 * max_chunk
     return is_far and not item.is_last and max_chunk > 1
+
+
+def _climbs(item: Waiting, chunk: int, max_chunk: int) -> bool:
+    """A slot that cannot wait for a chunk of the largest size takes part in smaller ones that are
+    called anyway: some streams more cost a call next to nothing, another call does."""
+    return item.num_frames >= chunk and item.lead_ns < _enough_ns(max_chunk, item.interval_ns)
+
+
+def _enough_ns(num_missing: int, interval_ns: int) -> int:
+    """The lead with which so many more frames can be waited for, half as long again as they took
+    of late."""
+    return _LEAST_LEAD_NS + 3 * num_missing * interval_ns // 2
 
 
 def _fits(item: Waiting, wanted: int, chunk: int) -> bool:

@@ -142,6 +142,21 @@ def test_the_ends_are_known_before_the_fast_ar_runs(monkeypatch):
     assert torch.equal(calls[0], frame.is_end) and calls[1] == "fast AR"
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_host_is_told_when_little_of_a_frame_is_left(is_fused):
+    model = make_random_model()
+    if is_fused:
+        model.use_kernels("bf16")
+    cache, state = model.new_cache(2, 128), model.new_frame_state(2)
+    enter(model, cache, state, 0, random_prompt(20, 1), GREEDY)
+    told = []
+    slots = torch.tensor([0])
+    model.decode_frame(
+        state, slots, cache, lambda _: told.append("ends"), lambda: told.append("tail")
+    )
+    assert told == ["ends", "tail"]
+
+
 @pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
 def test_many_rows_go_through_plain_matrices(kind, monkeypatch):
     """With the same codes: in fp32 the products are the same; 8-bit activations are not rounded."""

@@ -99,8 +99,18 @@ def test_the_most_urgent_goes_first_with_those_of_its_chunk():
         2: paced(1, 0),
         3: paced(2, 5 * FRAME),
     }
-    assert plan(waiting)[:2] == (1, [2, 1])
+    assert plan(waiting)[:2] == (1, [2, 1, 3])
     assert plan(waiting, max_streams=lambda chunk: 1)[:2] == (1, [2])
+
+
+def test_who_cannot_wait_for_a_whole_chunk_joins_smaller_calls():
+    fast = FRAME // 8
+    climbing, high = paced(2, FRAME, interval_ns=fast), paced(2, 3 * FRAME, interval_ns=fast)
+    assert not plan({0: climbing}).slots
+    assert plan({0: climbing, 1: paced(1, 0)})[:2] == (1, [1, 0])
+    assert not plan({0: high}).slots
+    assert plan({0: high, 1: paced(1, 0)})[:2] == (1, [1]), "it can wait for eight"
+    assert plan({0: climbing, 1: paced(8, FRAME)})[:2] == (8, [1])
 
 
 def test_far_ahead_chunks_wait_until_they_fill_a_call():
