@@ -215,6 +215,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     copies = [Weights.random() for _ in range(num_copies(weight_bytes(shapes_of(MLP), "bsfp8")))]
     timings: list[Timing] = []
     missing: dict[str, str] = {}
+    record: dict[str, Any] = {
+        "machine": describe_machine(),
+        "software": describe_software(),
+        "copy_gb_per_s": round(bandwidth),
+    }
     for peer in PEERS:
         if peer.name not in wanted:
             continue
@@ -225,19 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{peer.name}: us, {figures}", flush=True)
         except Exception as error:  # noqa: BLE001 each library has its own
             missing[peer.name] = reason_of(error)
+        if options.json:  # as it grows: a peer may take minutes to compile
+            record |= {"timings": [asdict(each) for each in timings], "not_available": missing}
+            options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth:.0f} GB/s")
     print(table(timings, bandwidth))
     for name, reason in missing.items():
         print(f"{name}: not available: {reason}")
-    if options.json:
-        record = {
-            "machine": describe_machine(),
-            "software": describe_software(),
-            "copy_gb_per_s": round(bandwidth),
-            "timings": [asdict(timing) for timing in timings],
-            "not_available": missing,
-        }
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
