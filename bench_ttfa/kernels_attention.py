@@ -26,7 +26,8 @@ from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies, rotated
 from bench_ttfa.system import describe_machine, describe_software
 from model.kv_cache import KvFormat
 from ops import attention, attention_launch, reference, sampling
-from ops.attention_plans import Plan, plan_for
+from ops.attention_launch import Scratch
+from ops.attention_plans import Plan, most_parts_of, plan_for
 from ops.embedding import embed_rows
 from ops.fp8_rows import Fp8Rows, KvRows
 from ops.sampling import Carried, Draws, Head
@@ -69,6 +70,9 @@ class Layers:
         self.rope = reference.rope_table(max_len, HEAD_DIM, 1e6, torch.device("cuda"))
         self.qk_norm = normal(NUM_HEADS + NUM_KV_HEADS, HEAD_DIM)
         self.qkv = normal(len(lengths), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
+        parts = most_parts_of(max_len // 16)
+        group, device = NUM_HEADS // NUM_KV_HEADS, self.qkv.device
+        self.scratch = Scratch(NUM_KV_HEADS, group, HEAD_DIM, parts, device)
 
     def where(self, copy: int) -> tuple[KvRows, Tensor, Tensor, Tensor]:
         return self.pages[copy], self.page_table, self.slots, self.positions
@@ -94,13 +98,19 @@ class Layers:
 
     def decode_us(self, plan: Plan | None = None, *, is_chained: bool = True) -> float:
         """`decode_attention`: norm, rotation and append included."""
-        chosen = plan or self._plan()
-        rotary = (self.qk_norm, self.rope, EPS)
+        norm, rope = self.qk_norm, self.rope
 
         def make(copy: int) -> Call:
             where = self.where(copy)
+            if plan is None:
+                scratch = self.scratch
+                return lambda: attention.decode_attention(
+                    *(self.qkv, norm, EPS, rope, *where, "bsfp8"),
+                    is_chained=is_chained,
+                    scratch=scratch,
+                )
             return lambda: attention_launch.launch_paged(
-                self.qkv, rotary, where, "bsfp8", chosen, is_chained=is_chained
+                self.qkv, (norm, rope, EPS), where, "bsfp8", plan, is_chained=is_chained
             )
 
         return graph_us(rotated(make, len(self.pages)))
@@ -119,8 +129,8 @@ class Layers:
         return graph_us(rotated(make, len(self.pages)))
 
     def _plan(self) -> Plan:
-        max_pages = self.page_table.shape[1]
-        return plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE)
+        max_pages, in_8_bits = self.page_table.shape[1], isinstance(self.pages[0], Fp8Rows)
+        return plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE, is_fp8=in_8_bits)
 
 
 def normal(*shape: int) -> Tensor:

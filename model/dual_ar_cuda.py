@@ -274,8 +274,11 @@ class FusedDualAR:
             eps, table = block.config.norm_eps, cache.page_table
             where = (cache.kv[layer], table, slots, positions)
             # Chained: positions and table are older than `embed_rows`.
+            rope, scratch = self._slow.rope, cache.scratch
             return decode_attention(
-                qkv, block.qk_norm, eps, self._slow.rope, *where, block.kind, is_chained=True
+                *(qkv, block.qk_norm, eps, rope, *where, block.kind),
+                is_chained=True,
+                scratch=scratch,
             )
 
         x = self._embed(state.rows, slots)
@@ -299,7 +302,9 @@ class FusedDualAR:
             q = rope_append(qkv[num_rows:], norm, eps, rope, *places)
             own = (cache.kv[layer], table, slots, positions)
             outputs = [
-                decode_attention(qkv[:num_rows], norm, eps, rope, *own, "bf16"),
+                decode_attention(
+                    qkv[:num_rows], norm, eps, rope, *own, "bf16", scratch=cache.scratch
+                ),
                 paged_attention(q, *places, "bf16", is_span=True),
             ]
             out = torch.cat(outputs)  # type: ignore[arg-type]

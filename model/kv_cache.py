@@ -19,6 +19,8 @@ from torch import Tensor
 from model.config import DualARConfig, StackConfig
 from model.pages import PageTable
 from ops import reference
+from ops.attention_launch import Scratch
+from ops.attention_plans import most_parts_of
 from ops.fp8_rows import Fp8Rows, KvRows, dequantized
 
 # (layer index, q [R, H, D], kv [R, 2, H_kv, D]) -> [R, H, D]
@@ -40,6 +42,15 @@ def position_bytes(config: DualARConfig, dtype: torch.dtype, kv_format: KvFormat
     return 2 * slow.num_layers * slow.num_kv_heads * row
 
 
+def _scratch(slow: StackConfig, num_positions: int, device: torch.device) -> Scratch | None:
+    """Of decoding with kernels."""
+    group = slow.num_heads // slow.num_kv_heads
+    if device.type != "cuda" or slow.head_dim not in (64, 128) or group > 8:
+        return None
+    most_parts = most_parts_of(-(-num_positions // 16))
+    return Scratch(slow.num_kv_heads, group, slow.head_dim, most_parts, device)
+
+
 class KVCache:
     """Keys and values of the slow AR for all slots, in pages of `page_size` positions.
 
@@ -52,6 +63,8 @@ class KVCache:
     `history` i32 [num_slots + 1, max_len, 1+K], if it is kept: the inputs that keys and values were
     made from, by position, so that they can be made again somewhere else. Decode writes it, and
     whoever prefills may (`remember`).
+
+    `scratch`, if kernels decode: for `ops.attention.decode_attention`, of one stream at a time.
 
     How many positions of a slot are valid is the caller's integer: what lies behind is garbage (it
     may be NaN) that nothing reads and the next write replaces, so rolling back needs no call.
@@ -87,6 +100,7 @@ class KVCache:
             self.kv = Fp8Rows.empty(*shape, slow.head_dim, device=device)
         else:
             self.kv = torch.empty(*shape, slow.head_dim, device=device, dtype=dtype)
+        self.scratch = _scratch(slow, self.max_pages * self.page_size, device)
         self.history: Tensor | None = None
         if has_history:
             rows = (num_slots + 1, max_len, 1 + config.num_codebooks)

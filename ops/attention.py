@@ -20,16 +20,18 @@ from torch import Tensor
 from ops import nvrtc, reference_paged
 from ops.attention_launch import (
     Output,
+    Scratch,
     check_heads,
     check_tensors,
     ints,
     is_fp8,
     launch_paged,
+    launch_parts,
     launch_span,
     memory_arguments,
     scale_of,
 )
-from ops.attention_plans import plan_for, span_plan_for
+from ops.attention_plans import parts_plan_for, plan_for, span_plan_for
 from ops.fp8_rows import KvRows
 from ops.quantize import Activation, Kind, quantize_rows
 
@@ -75,7 +77,7 @@ def rope_append(
     nvrtc.kernel(
         "rope_append.cu",
         "rope_append",
-        defines={"HEAD_DIM": head_dim, "PAGE": pages.shape[3], "IS_FP8": is_fp8(pages)},
+        defines={"HEAD_DIM": head_dim, "PAGE": pages.shape[3], "IS_FP8": int(is_fp8(pages))},
     ).launch(
         (-(-num_all // heads_per_block), num_rows),
         (_THREADS,),
@@ -112,7 +114,8 @@ def paged_attention(
     where = (pages, page_table, slots, positions)
     if is_span and len(q) > 1:
         return launch_span(q, where, kind, span_plan_for(len(q), pages.shape[2]))
-    plan = plan_for(len(q), pages.shape[2], page_table.shape[1], pages.shape[3])
+    shape = (len(q), pages.shape[2], page_table.shape[1], pages.shape[3])
+    plan = plan_for(*shape, is_fp8=is_fp8(pages))
     return launch_paged(q, None, where, kind, plan)
 
 
@@ -128,6 +131,7 @@ def decode_attention(  # noqa: PLR0913 - one launch
     kind: Kind,
     *,
     is_chained: bool = False,
+    scratch: Scratch | None = None,
 ) -> Activation:
     """`rope_append` and `paged_attention` in one launch, for rows of distinct slots (or of the
     dummy slot): a row reads no key that another row of the launch writes.
@@ -137,6 +141,8 @@ def decode_attention(  # noqa: PLR0913 - one launch
             one reads, and between it and whatever wrote the rest is a launch of `embed_rows`,
             attention, a sampler or `advance`. Then tables and past keys are fetched while the
             kernel before still runs.
+        scratch: with one, long rows among many are cut into parts, so that rows of uneven lengths
+            take no longer than their sum.
 
     Returns:
         [M, H * D].
@@ -144,9 +150,15 @@ def decode_attention(  # noqa: PLR0913 - one launch
     if qkv.device.type != "cuda":
         q = rope_append(qkv, qk_norm, eps, rope, pages, page_table, slots, positions)
         return paged_attention(q, pages, page_table, slots, positions, kind)
-    where = (pages, page_table, slots, positions)
-    plan = plan_for(len(qkv), pages.shape[2], page_table.shape[1], pages.shape[3])
-    return launch_paged(qkv, (qk_norm, rope, eps), where, kind, plan, is_chained=is_chained)
+    where, rotary = (pages, page_table, slots, positions), (qk_norm, rope, eps)
+    num_rows, num_kv_heads, page_size = len(qkv), *pages.shape[2:4]
+    max_pages = page_table.shape[1]
+    max_tiles, in_8_bits = max_pages * page_size // 16, is_fp8(pages)
+    parts = parts_plan_for(num_rows, num_kv_heads, max_tiles, is_fp8=in_8_bits)
+    if scratch is not None and parts is not None:
+        return launch_parts(qkv, rotary, where, kind, parts, scratch, is_chained=is_chained)
+    plan = plan_for(num_rows, num_kv_heads, max_pages, page_size, is_fp8=in_8_bits)
+    return launch_paged(qkv, rotary, where, kind, plan, is_chained=is_chained)
 
 
 def frame_attention(  # noqa: PLR0913 - one launch

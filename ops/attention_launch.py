@@ -7,17 +7,17 @@ and benches and tests.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.attention_plans import PartsPlan, Plan, SpanPlan
+from ops.attention_plans import MAX_PARTED_ROWS, MAX_PARTS, PartsPlan, Plan, SpanPlan
 from ops.fp8_rows import Fp8Rows, KvRows
 from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
 
-MAX_PARTED_ROWS = 128
 _MAX_GROUP = 8  # query heads per key/value head: columns of an mma
 
 Where = tuple[KvRows, Tensor, Tensor, Tensor]
@@ -57,10 +57,10 @@ def launch_paged(
             "PAGE": page_size,
             "WARPS": plan.warps,
             "BLOCKS": plan.blocks,
-            "BUFFERS": plan.buffers,
+            "DEPTH": plan.depth,
             "IS_FUSED": int(rotary is not None),
             "IS_CHAINED": int(is_chained),
-            "IS_FP8": is_fp8(pages),
+            "IS_FP8": int(is_fp8(pages)),
         },
     ).launch(
         (plan.splits, num_kv_heads, num_rows),
@@ -77,21 +77,25 @@ def launch_paged(
                 *out.arguments,
             ),
             *(ctypes.c_float(eps), scale_of(head_dim)),
-            *ints(page_table.shape[1], plan.min_tiles, plan.depth),
+            *ints(page_table.shape[1], plan.min_tiles),
         ],
+        shared_bytes=_ring_bytes(plan.warps, head_dim, pages),
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()
 
 
 class Scratch:
-    """Where parts of rows meet; kernels that use one run one after the other."""
+    """Where the parts of up to `MAX_PARTED_ROWS` rows meet. Kernels that use the same one run one
+    after the other, as those of one stream do."""
 
     def __init__(
-        self, num_pairs: int, most_parts: int, group: int, head_dim: int, device: torch.device
-    ):
-        """`num_pairs`: of a row and a key/value head."""
+        self, num_kv_heads: int, group: int, head_dim: int, most_parts: int, device: torch.device
+    ) -> None:
+        """`group` query heads per key/value head; no row has more than `most_parts`."""
+        assert 0 < most_parts <= MAX_PARTS, most_parts
         self.most_parts = most_parts
+        num_pairs = MAX_PARTED_ROWS * num_kv_heads
         shape = (num_pairs, most_parts, group)
         self.sums = torch.empty(*shape, head_dim, device=device)
         self.states = torch.empty(*shape, 2, device=device)
@@ -117,11 +121,10 @@ def launch_parts(
     check_heads(num_heads, num_kv_heads, head_dim)
     check_tensors(heads, qk_norm)
     most_parts = -(-page_table.shape[1] * page_size // (16 * plan.part_tiles))
-    assert num_rows <= MAX_PARTED_ROWS and most_parts <= scratch.most_parts <= 16, (num_rows, plan)
-    assert plan.part_tiles >= 16 and num_rows * num_kv_heads <= len(scratch.counts), (
-        num_rows,
-        plan,
-    )
+    assert plan.part_tiles >= 16 and most_parts <= scratch.most_parts, (plan, page_table.shape)
+    assert num_rows <= MAX_PARTED_ROWS, num_rows
+    assert scratch.sums.shape[2:] == (num_heads // num_kv_heads, head_dim), scratch.sums.shape
+    assert len(scratch.counts) == MAX_PARTED_ROWS * num_kv_heads, scratch.counts.shape
     out = Output(heads, num_rows, num_heads * head_dim, kind)
     nvrtc.kernel(
         "attention_parts.cu",
@@ -132,13 +135,13 @@ def launch_parts(
             "PAGE": page_size,
             "WARPS": plan.warps,
             "BLOCKS": plan.blocks,
-            "BUFFERS": plan.buffers,
+            "DEPTH": plan.depth,
             "IS_FUSED": 1,
             "IS_CHAINED": int(is_chained),
-            "IS_FP8": is_fp8(pages),
+            "IS_FP8": int(is_fp8(pages)),
         },
     ).launch(
-        (plan.ctas,),
+        (plan.blocks * _num_sms(heads.get_device()),),
         (32 * plan.warps,),
         [
             *(
@@ -154,8 +157,9 @@ def launch_parts(
             *(scratch.sums, scratch.states, scratch.counts),
             *(ctypes.c_float(eps), scale_of(head_dim)),
             *ints(page_table.shape[1], num_rows, num_kv_heads),
-            *ints(plan.part_tiles, scratch.most_parts, plan.depth),
+            *ints(plan.part_tiles, scratch.most_parts),
         ],
+        shared_bytes=_ring_bytes(plan.warps, head_dim, pages),
     )
     return out.finish()
 
@@ -180,7 +184,7 @@ def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activati
             "PAGE": page_size,
             "WARPS": plan.warps,
             "BATCHES": plan.batches,
-            "IS_FP8": is_fp8(pages),
+            "IS_FP8": int(is_fp8(pages)),
         },
     ).launch(
         (plan.splits, num_kv_heads, -(-num_rows // rows_per_cta)),
@@ -188,12 +192,22 @@ def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activati
         [
             *(q, *memory_arguments(pages), page_table, slots, positions, *out.arguments),
             scale_of(head_dim),
-            *ints(page_table.shape[1], num_rows, plan.min_tiles, plan.depth),
+            *ints(page_table.shape[1], num_rows, plan.min_tiles),
         ],
-        shared_bytes=_span_bytes(plan, group, head_dim, is_fp8=is_fp8(pages) == 1),
+        shared_bytes=_span_bytes(plan, group, head_dim, is_fp8=is_fp8(pages)),
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()
+
+
+@functools.cache
+def _num_sms(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _ring_bytes(warps: int, head_dim: int, pages: KvRows) -> int:
+    """Shared memory of `Ring` of ring.cuh: two tiles of 16 keys and values with their scales."""
+    return warps * 2 * 2 * 16 * (head_dim + 2) if is_fp8(pages) else 0
 
 
 def _span_bytes(plan: SpanPlan, group: int, head_dim: int, *, is_fp8: bool) -> int:
@@ -249,8 +263,8 @@ def check_tensors(*tensors: Tensor | None) -> None:
         )
 
 
-def is_fp8(pages: KvRows) -> int:
-    return int(isinstance(pages, Fp8Rows))
+def is_fp8(pages: KvRows) -> bool:
+    return isinstance(pages, Fp8Rows)
 
 
 def memory_arguments(pages: KvRows) -> tuple[Tensor, Tensor | None]:

@@ -16,19 +16,16 @@ class Plan(NamedTuple):
     warps: int
     blocks: int  # CTAs per SM that registers must allow
     min_tiles: int = 1
-    depth: int = 0  # tiles asked into the L2 ahead of those in flight
-    buffers: int = 1  # tiles of a warp in flight
+    depth: int = 0  # tiles asked into the L2 ahead of the one in flight
 
 
 class PartsPlan(NamedTuple):
-    """How many rows of uneven lengths are cut: into equal parts of at most `part_tiles` tiles."""
+    """How many rows are cut, each into equal parts of at most `part_tiles` tiles (16 or more)."""
 
-    ctas: int
     warps: int
-    blocks: int
-    part_tiles: int  # 16 or more
+    blocks: int  # CTAs per SM that registers must allow, and that are launched
+    part_tiles: int
     depth: int = 0
-    buffers: int = 1
 
 
 class SpanPlan(NamedTuple):
@@ -38,7 +35,6 @@ class SpanPlan(NamedTuple):
     warps: int
     batches: int
     min_tiles: int = 1
-    depth: int = 0
 
 
 # Pairs of a row and a key/value head, and the plan for up to that many; measured on an H200 for eight
@@ -53,7 +49,18 @@ _PLANS = (
     (288, Plan(2, 4, 4, 6)),
     (396, Plan(1, 4, 3)),
 )
+# Of 8-bit keys and values, half as much to read.
+_FP8_PLANS = (
+    (8, Plan(8, 4, 3, 1)),
+    (96, Plan(4, 4, 3, 2)),
+    (288, Plan(2, 4, 4, 6)),
+)
 _MANY = Plan(1, 4, 4)
+# What has more pairs than this is cut into parts, if a row may be longer than one. Of 64 rows of 32 to 4096
+# positions the longest alone would keep an SM busy for longer than all of them the device.
+_MAX_WHOLE_PAIRS = 396
+_PART_TILES = 64
+MAX_PARTED_ROWS, MAX_PARTS = 128, 16  # attention_parts.cu
 _SPAN_PLANS = (
     (64, SpanPlan(4, 4, 1, 3)),
     (160, SpanPlan(2, 8, 1)),
@@ -63,10 +70,13 @@ _SPAN_PLANS = (
 _LONG_SPAN = SpanPlan(1, 4, 2)
 
 
-def plan_for(num_rows: int, num_kv_heads: int, max_pages: int, page_size: int) -> Plan:
+def plan_for(
+    num_rows: int, num_kv_heads: int, max_pages: int, page_size: int, *, is_fp8: bool = False
+) -> Plan:
     """The plan for a launch shape."""
     num_pairs, max_tiles = num_rows * num_kv_heads, -(-max_pages * page_size // 16)
-    plan = next((plan for most, plan in _PLANS if num_pairs <= most), _MANY)
+    plans = _FP8_PLANS if is_fp8 else _PLANS
+    plan = next((plan for most, plan in plans if num_pairs <= most), _MANY)
     useful = -(-max_tiles // (plan.warps * plan.min_tiles))
     return plan._replace(splits=min(plan.splits, 1 << (useful - 1).bit_length()))
 
@@ -75,3 +85,18 @@ def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
     """The plan for spans."""
     num_pairs = num_rows * num_kv_heads
     return next((plan for most, plan in _SPAN_PLANS if num_pairs <= most), _LONG_SPAN)
+
+
+def most_parts_of(max_tiles: int) -> int:
+    """Parts that a row of so many tiles may have."""
+    return min(-(-max_tiles // _PART_TILES), MAX_PARTS)
+
+
+def parts_plan_for(
+    num_rows: int, num_kv_heads: int, max_tiles: int, *, is_fp8: bool = False
+) -> PartsPlan | None:
+    """The plan for a launch shape whose rows are cut into parts; None: they are not."""
+    is_many = num_rows * num_kv_heads > _MAX_WHOLE_PAIRS and num_rows <= MAX_PARTED_ROWS
+    if not is_fp8 or not is_many or max_tiles <= _PART_TILES:
+        return None
+    return PartsPlan(4, 4, -(-max_tiles // most_parts_of(max_tiles)))

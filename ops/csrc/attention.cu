@@ -2,6 +2,7 @@
 // of one row and one key/value head: its warps take tiles of 16 positions in turn and merge what they
 // have through distributed shared memory, in a fixed order.
 //   See decode.cuh; BLOCKS resident CTAs per SM the compiler must allow.
+constexpr int MOST_CTAS = 8;  // that share a row
 #include "decode.cuh"
 
 // Grid: (splits, H_kv, M), clusters of `splits` CTAs: 1, 2, 4 or 8, with at most 32 warps.
@@ -13,8 +14,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     attention(const bf16* q, const bf16* qk_norm, const float2* rope, Tile::Rows::Element* pages,
               bf16* kv_scales, const i32* page_table, const i64* slots, const i64* positions,
               bf16* out_values, u8* out_quantised, float* out_scales, float eps, float scale_log2,
-              int max_pages, int min_tiles, int depth) {
+              int max_pages, int min_tiles) {
   __shared__ __align__(16) Shared shared;
+  extern __shared__ __align__(128) u8 dynamic[];  // of the rings
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
   const int kv_head = blockIdx.y, row = blockIdx.z, num_kv_heads = gridDim.y;
   const int num_heads = num_kv_heads * GROUP;
@@ -31,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const Input input = {q, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
   const bool is_last = last_tile % ways / WARPS == rank;
   Accumulator<Tile> acc;
-  attend(acc, shared, input, walk, row, position, last_tile + 1, is_last, depth);
+  Feed feed = feed_of(dynamic, warp, lane);
+  attend(acc, feed, shared, input, walk, row, position, last_tile + 1, is_last);
   meeting.wait();
   acc.store(
       lane, [](int query) { return query < GROUP; },

@@ -2,41 +2,49 @@
 // and CTAs of WARPS warps take parts of a key/value head in turn, long ones first. Parts of one row meet in
 // global memory: whichever CTA ends last merges them, in their order.
 //   See decode.cuh; BLOCKS resident CTAs per SM the compiler must allow.
+constexpr int MOST_CTAS = 1;  // that work on a part
 #include "decode.cuh"
 
 constexpr int MAX_ROWS = 128, MAX_PARTS = 16;  // of a row
 constexpr int THREADS = WARPS * 32;
 
-struct Cut {  // of a row of so many tiles
-  int num_parts, part_tiles;
+// What a CTA does next: tiles first..end-1 of a row of `num_tiles`, its part `idx` of `num_parts`.
+struct Part {
+  int row, kv_head, idx, num_parts, position, first, end;
 
-  DEVICE Cut(int num_tiles, int most_tiles) {
-    num_parts = (num_tiles + most_tiles - 1) / most_tiles;
-    part_tiles = (num_tiles + num_parts - 1) / num_parts;
-  }
+  DEVICE bool is_last() const { return end == position / TILE + 1; }
 };
 
 // Every part of every row, long ones first. All CTAs make the same.
 struct Schedule {
-  __align__(16) u32 cuts[MAX_ROWS];  // tiles of a part, number of parts << 16
+  int slots[MAX_ROWS], positions[MAX_ROWS];
+  __align__(16) u32 cuts[MAX_ROWS];            // tiles of a part, number of parts << 16
   unsigned short parts[MAX_ROWS * MAX_PARTS];  // row, number of the part << 8
+  int num_parts;
+  int sweep, place;  // of the part that this CTA works on: in shared memory, registers are scarce
 
-  // Returns the number of parts.
-  DEVICE int make(const i64* positions, int num_rows, int part_tiles) {
-    for (int row = threadIdx.x; row < MAX_ROWS; row += THREADS) {
+  // Takes the next part. Back and forth over the SMs, so that one that has had a long part gets a short
+  // one next. By one thread.
+  DEVICE void advance() {
+    const int num_sms = gridDim.x / BLOCKS, sm = blockIdx.x % num_sms;
+    sweep += BLOCKS;
+    place = sweep * num_sms + (sweep % 2 == 0 ? sm : num_sms - 1 - sm);
+  }
+
+  DEVICE void make(const i64* all_slots, const i64* all_positions, int num_rows, int part_tiles) {
+    for (int row = threadIdx.x; row < (num_rows + 3) / 4 * 4; row += THREADS) {
       cuts[row] = 0;
       if (row >= num_rows) continue;
-      const Cut cut(static_cast<int>(positions[row]) / TILE + 1, part_tiles);
-      cuts[row] = cut.part_tiles | cut.num_parts << 16;
+      const int slot = static_cast<int>(all_slots[row]), position = static_cast<int>(all_positions[row]);
+      const int num_tiles = position / TILE + 1, count = (num_tiles + part_tiles - 1) / part_tiles;
+      slots[row] = slot, positions[row] = position;
+      cuts[row] = (num_tiles + count - 1) / count | count << 16;
     }
     __syncthreads();
-    int total = 0;
-    for (int row = threadIdx.x; row < MAX_ROWS; row += THREADS) {
-      const u32 tiles = cuts[row] & 0xffff, num_parts = cuts[row] >> 16;
-      int before = 0;
-      total = 0;
-#pragma unroll 4
-      for (int i = 0; i < MAX_ROWS; i += 4) {
+    for (int row = threadIdx.x; row < num_rows; row += THREADS) {
+      const u32 tiles = cuts[row] & 0xffff, count = cuts[row] >> 16;
+      int before = 0, total = 0;
+      for (int i = 0; i < num_rows; i += 4) {
         const uint4 four = *reinterpret_cast<const uint4*>(&cuts[i]);
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -45,10 +53,19 @@ struct Schedule {
           if (other_tiles > tiles || (other_tiles == tiles && i + j < row)) before += other >> 16;
         }
       }
-      for (int part = 0; part < num_parts; part++) parts[before + part] = row | part << 8;
+      for (int part = 0; part < count; part++) parts[before + part] = row | part << 8;
+      if (row == 0) num_parts = total;
     }
+    if (threadIdx.x == 0) sweep = static_cast<int>(blockIdx.x / (gridDim.x / BLOCKS)) - BLOCKS, advance();
     __syncthreads();
-    return total;
+  }
+
+  // Of all parts and key/value heads the one at hand.
+  DEVICE Part part(int num_kv_heads) const {
+    const int of_row = parts[place / num_kv_heads], row = of_row & 0xff, idx = of_row >> 8;
+    const int tiles = cuts[row] & 0xffff, position = positions[row];
+    return {row, place % num_kv_heads, idx, static_cast<int>(cuts[row] >> 16), position,
+            idx * tiles, min((idx + 1) * tiles, position / TILE + 1)};
   }
 };
 
@@ -85,7 +102,7 @@ struct Scratch {
   }
 };
 
-// Grid: any number of CTAs. q, qk_norm, rope, eps: see `Input`; the rest as in attention.cu.
+// Grid: BLOCKS x num_sms, which are taken to be spread evenly over so many SMs. q, qk_norm, rope, eps: see `Input`; the rest as in attention.cu.
 //   num_rows: M, at most MAX_ROWS; part_tiles: 16 or more (so that none is empty), and so many that no row
 //   has more than MAX_PARTS parts, nor more than `most_parts`, for which there is room in the scratch.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
@@ -93,58 +110,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                     bf16* kv_scales, const i32* page_table, const i64* slots, const i64* positions,
                     bf16* out_values, u8* out_quantised, float* out_scales, float* sums,
                     float2* states, u32* counts, float eps, float scale_log2, int max_pages,
-                    int num_rows, int num_kv_heads, int part_tiles, int most_parts, int depth) {
+                    int num_rows, int num_kv_heads, int part_tiles, int most_parts) {
   __shared__ __align__(16) Shared shared;
+  extern __shared__ __align__(128) u8 dynamic[];  // of the rings
   __shared__ Schedule schedule;
   __shared__ bool is_complete;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_heads = num_kv_heads * GROUP;
   if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
-  const int num_parts = schedule.make(positions, num_rows, part_tiles);
+  schedule.make(slots, positions, num_rows, part_tiles);
   const Input input = {q, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
   const Output out = {out_values, out_quantised, out_scales, num_rows, num_heads};
   const Scratch scratch = {sums, states, counts, most_parts};
   const Meeting meeting = {&shared.storage, 1, 0, warp, lane};
 
 #pragma unroll 1
-  for (int round = 0;; round++) {
-    // Back and forth, so that who has had a long part has a short one next.
-    const int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    const int at = round * gridDim.x + place;
-    if (at >= num_parts * num_kv_heads) return;
-    const int kv_head = at % num_kv_heads, part = schedule.parts[at / num_kv_heads] >> 8;
-    const int row = schedule.parts[at / num_kv_heads] & 0xff, pair = row * num_kv_heads + kv_head;
-    const int position = static_cast<int>(positions[row]), num_tiles = position / TILE + 1;
-    const Cut cut(num_tiles, part_tiles);
-    const int first = part * cut.part_tiles, end = min(first + cut.part_tiles, num_tiles);
-    Walk<Tile> walk = {
-        {{pages, kv_scales}, page_table + slots[row] * max_pages, num_kv_heads, kv_head, max_pages},
-        first + warp, WARPS, lane};
+  while (schedule.place < schedule.num_parts * num_kv_heads) {
     Accumulator<Tile> acc;
-    attend(acc, shared, input, walk, row, position, end, end == num_tiles, depth);
+    {
+      const Part part = schedule.part(num_kv_heads);
+      const i32* table = page_table + static_cast<i64>(schedule.slots[part.row]) * max_pages;
+      Walk<Tile> walk = {{{pages, kv_scales}, table, num_kv_heads, part.kv_head, max_pages},
+                         part.first + warp, WARPS, lane};
+      Feed feed = feed_of(dynamic, warp, lane);
+      attend(acc, feed, shared, input, walk, part.row, part.position, part.end, part.is_last());
+    }
     acc.store(
         lane, [](int query) { return query < GROUP; },
         [&](int query) { return meeting.place_of(query); });
+    const Part part = schedule.part(num_kv_heads);  // again, see `Schedule::place`
+    const int pair = part.row * num_kv_heads + part.kv_head, first_head = part.kv_head * GROUP;
     meeting.merge([&](int query, float(&values)[D / 32], float2 state) {
-      if (cut.num_parts == 1)
-        store_quotient<D>(out, row, kv_head * GROUP + query, values, state.y, lane);
+      if (part.num_parts == 1)
+        store_quotient<D>(out, part.row, first_head + query, values, state.y, lane);
       else
-        scratch.store(scratch.place(pair, part, query), values, state, lane);
+        scratch.store(scratch.place(pair, part.idx, query), values, state, lane);
     });
-    if (cut.num_parts > 1) {
+    if (part.num_parts > 1) {
       __threadfence();
       __syncthreads();
-      if (threadIdx.x == 0)
-        is_complete = atomicInc(&counts[pair], cut.num_parts - 1) == cut.num_parts - 1;
+      if (threadIdx.x == 0) {
+        const u32 last = part.num_parts - 1;
+        is_complete = atomicInc(&counts[pair], last) == last;
+      }
       __syncthreads();
       if (is_complete) {
         __threadfence();
         for (int query = warp; query < GROUP; query += WARPS) {
           float values[D / 32] = {};
-          const float total = scratch.merged(values, pair, query, cut.num_parts, lane);
-          store_quotient<D>(out, row, kv_head * GROUP + query, values, total, lane);
+          const float total = scratch.merged(values, pair, query, part.num_parts, lane);
+          store_quotient<D>(out, part.row, first_head + query, values, total, lane);
         }
       }
     }
+    if (threadIdx.x == 0) schedule.advance();
     __syncthreads();  // before the next part overwrites what is shared
   }
 }

@@ -10,7 +10,7 @@ constexpr int ROWS = COLUMNS / GROUP;  // of a batch
 constexpr int SPAN = BATCHES * ROWS, QUERIES = BATCHES * COLUMNS;
 static_assert(SPAN <= 32);
 using Tile = KvTile<D>;
-using Meeting = Exchange<D, QUERIES>;
+using Meeting = Exchange<D, QUERIES, 8>;
 
 struct Shared {
   Meeting::Storage storage;
@@ -37,7 +37,7 @@ struct Rows {
 
 // Attention of rows begin..end-1 over what this warp reads of their slot, into the meeting place.
 DEVICE void attend_run(const Shared& shared, const Rows& rows, int begin, int end, Walk<Tile> walk,
-                       const Meeting& meeting, float scale_log2, int depth) {
+                       const Meeting& meeting, float scale_log2) {
   const int lane = walk.lane, last_position = rows.last_position(begin, end, lane);
   int last_of[BATCHES][2];  // of this lane's columns; before every tile where they are of other rows
   Accumulator<Tile> acc[BATCHES];
@@ -52,30 +52,39 @@ DEVICE void attend_run(const Shared& shared, const Rows& rows, int begin, int en
     }
   }
   const int num_tiles = last_position / TILE + 1;
+  const int last_step = num_tiles > walk.first ? (num_tiles - 1 - walk.first) / walk.stride : -1;
   Tile tile;
-  if (walk.first < num_tiles) {
+  const auto add_keys = [&](int step) {
+    const int first = (walk.first + step * walk.stride) * TILE;
+#pragma unroll
+    for (int batch = 0; batch < BATCHES; batch++)
+      acc[batch].add_keys(tile, scale_log2, {last_of[batch][0] - first, last_of[batch][1] - first}, lane);
+  };
+  const auto add_values = [&] {
+#pragma unroll
+    for (int batch = 0; batch < BATCHES; batch++) acc[batch].add_values(tile);
+  };
+  if (last_step >= 0) {
     walk.take_pages(0);
     const i64 row = walk.row_at(0);
     walk.memory.load_keys(tile, row, last_position - walk.first * TILE, lane);
     walk.memory.load_values(tile, row, last_position - walk.first * TILE, lane);
-    for (int step = 1; step <= depth; step++) walk.prefetch(0, step, num_tiles);
   }
-  int step = 0;
-  for (int i = walk.first; i < num_tiles; i += walk.stride) {
-    const int next = i + walk.stride, next_last_row = last_position - next * TILE;
-    step++;
-    if (step % 32 == 0) walk.take_pages(step);
-    const i64 next_row = walk.row_at(step);
-#pragma unroll
-    for (int batch = 0; batch < BATCHES; batch++)
-      acc[batch].add_keys(tile, scale_log2,
-                          {last_of[batch][0] - i * TILE, last_of[batch][1] - i * TILE}, lane);
-    if (next < num_tiles) walk.memory.load_keys(tile, next_row, next_last_row, lane);
-    if (depth > 0) walk.prefetch(step, step + depth, num_tiles);
-#pragma unroll
-    for (int batch = 0; batch < BATCHES; batch++) acc[batch].add_values(tile);
-    if (next < num_tiles) walk.memory.load_values(tile, next_row, next_last_row, lane);
+  // The loop has no branch inside: at one, all loads in flight would be waited for.
+  for (int step = 0; step < last_step;) {
+    const int stop = min(last_step, (step + 1) / 32 * 32 + 31);  // until there its pages are taken
+#pragma unroll 1
+    for (; step < stop; step++) {
+      const i64 next = walk.row_at(step + 1);
+      const int last_row = last_position - (walk.first + (step + 1) * walk.stride) * TILE;
+      add_keys(step);
+      walk.memory.load_keys(tile, next, last_row, lane);
+      add_values();
+      walk.memory.load_values(tile, next, last_row, lane);
+    }
+    if (step < last_step) walk.take_pages(step + 1);
   }
+  if (last_step >= 0) add_keys(last_step), add_values();
   if (begin == 0) meeting.wait();
 #pragma unroll
   for (int batch = 0; batch < BATCHES; batch++)
@@ -87,11 +96,11 @@ DEVICE void attend_run(const Shared& shared, const Rows& rows, int begin, int en
 
 // Grid: (splits, H_kv, ceil(M / SPAN)), clusters of `splits` CTAs. Dynamic shared memory: `Shared`.
 //   q [M, H, D]; pages [P, 2, H_kv, PAGE, D], kv_scales [P, 2, H_kv, PAGE] or null; page_table [num_slots + 1, max_pages]; slots, positions
-//   [M]: any, but only runs of rows of one slot share reads. min_tiles, depth: see attention.cu.
+//   [M]: any, but only runs of rows of one slot share reads. min_tiles: see attention.cu.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     attention_span(const bf16* q, Tile::Rows::Element* pages, bf16* kv_scales, const i32* page_table,
                    const i64* slots, const i64* positions, bf16* out_values, u8* out_quantised, float* out_scales,
-                   float scale_log2, int max_pages, int num_rows, int min_tiles, int depth) {
+                   float scale_log2, int max_pages, int num_rows, int min_tiles) {
   extern __shared__ __align__(16) u8 memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
@@ -119,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const i32* table = page_table + __shfl_sync(~0u, rows.slot, begin) * max_pages;
     const Walk<Tile> walk = {{{pages, kv_scales}, table, num_kv_heads, kv_head, max_pages},
                              rank * WARPS + warp, active * WARPS, lane};
-    attend_run(shared, rows, begin, end, walk, meeting, scale_log2, depth);
+    attend_run(shared, rows, begin, end, walk, meeting, scale_log2);
     begin = end;
   }
 

@@ -1,17 +1,17 @@
 // One row and one key/value head of decoding, by warps of a CTA that take tiles of 16 positions in turn.
-//   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS, BUFFERS tiles
-//   of a warp in flight, IS_FP8: keys and values in 8 bits.
+//   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS,
+//   DEPTH tiles asked into the L2 ahead of the one in flight, IS_FP8: keys and values in 8 bits.
 //   IS_FUSED: queries, keys and values come neither normed nor rotated.
 //   IS_CHAINED: tables and past keys are read before the kernel before this one has ended.
 #pragma once
 
-#include "paged.cuh"
+#include "ring.cuh"
 
 constexpr int D = HEAD_DIM;
 static_assert(GROUP <= COLUMNS);
 
 using Tile = KvTile<D>;
-using Meeting = Exchange<D, GROUP>;
+using Meeting = Exchange<D, GROUP, MOST_CTAS>;
 
 struct Shared {
   Meeting::Storage storage;
@@ -106,51 +106,87 @@ DEVICE void take_queries(Shared& shared, const Input& input, const Walk<Tile>& w
 }
 #endif
 
+// How the tiles of a warp come from memory, the next one while one is computed: `start`, then `step` for
+// every tile but the last, then `last`, after which that is in `tile`.
+struct Feed {
+  Tile tile;
+#if IS_FP8
+  Ring<Tile> ring;
+
+  DEVICE void start(const Walk<Tile>& walk, int last_row) {
+    ring.copy(0, walk.memory, walk.row_at(0), last_row);
+  }
+  DEVICE void step(Accumulator<Tile>& acc, const Walk<Tile>& walk, int step, int next_last_row,
+                   float scale_log2) {
+    const i64 next = walk.row_at(step + 1);
+    ring.wait();
+    ring.copy((step + 1) % STAGES, walk.memory, next, next_last_row);
+    ring.read(tile, step % STAGES, TILE);
+    acc.add_keys(tile, scale_log2, {TILE, TILE}, walk.lane);
+    acc.add_values(tile);
+  }
+  DEVICE void last(int step, int last_row) {
+    ring.wait();
+    ring.read(tile, step % STAGES, last_row);
+  }
+#else
+  DEVICE void start(const Walk<Tile>& walk, int last_row) {
+    const i64 row = walk.row_at(0);
+    walk.memory.load_keys(tile, row, last_row, walk.lane);
+    walk.memory.load_values(tile, row, last_row, walk.lane);
+  }
+  DEVICE void step(Accumulator<Tile>& acc, const Walk<Tile>& walk, int step, int next_last_row,
+                   float scale_log2) {
+    const i64 next = walk.row_at(step + 1);
+    acc.add_keys(tile, scale_log2, {TILE, TILE}, walk.lane);
+    walk.memory.load_keys(tile, next, next_last_row, walk.lane);
+    acc.add_values(tile);
+    walk.memory.load_values(tile, next, next_last_row, walk.lane);
+  }
+  DEVICE void last(int, int) {}
+#endif
+};
+
 // Attention of a row over the tiles of `walk` before `num_tiles`.
-//   depth: tiles that are asked to be in the L2 ahead of the one that is being loaded.
-DEVICE void attend(Accumulator<Tile>& acc, Shared& shared, const Input& input, Walk<Tile>& walk, int row,
-                   int position, int num_tiles, bool is_last, int depth) {
-  const int lane = walk.lane, last_tile = position / TILE;
+//   feed: with its ring, if it has one.
+DEVICE void attend(Accumulator<Tile>& acc, Feed& feed, Shared& shared, const Input& input, Walk<Tile>& walk,
+                   int row, int position, int num_tiles, bool is_last) {
+  const int lane = walk.lane, stride = walk.stride;
+  const int last_step = num_tiles > walk.first ? (num_tiles - 1 - walk.first) / stride : -1;
   walk.take_pages(0);
   if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels(), let_next_kernel_start();
-  Tile tiles[BUFFERS];  // tile `step` of this warp is in tiles[step % BUFFERS]
-#pragma unroll
-  for (int step = 0; step < BUFFERS; step++) {
-    const int at = walk.first + step * walk.stride;
-    if (at < num_tiles) {
-      const i64 row_at = walk.row_at(step);
-      walk.memory.load_keys(tiles[step], row_at, position - at * TILE, lane);
-      walk.memory.load_values(tiles[step], row_at, position - at * TILE, lane);
-    }
-  }
-  for (int step = 0; step < depth; step++) walk.prefetch(0, BUFFERS + step, num_tiles);
+  if (last_step >= 0) feed.start(walk, position - walk.first * TILE);
+  for (int step = 1; step <= DEPTH; step++) walk.prefetch(0, step, num_tiles);
   take_queries(shared, input, walk, row, position, is_last);
   __syncthreads();
   acc.init(shared.queries[lane / 4 % GROUP]);
-#if IS_FUSED
-#pragma unroll
-  for (int step = 0; step < BUFFERS; step++)
-    if (walk.first + step * walk.stride == last_tile) patch_own(tiles[step], shared, position, lane);
-#endif
+  if (last_step < 0) return;
 
-  for (int first = 0; walk.first + first * walk.stride < num_tiles; first += BUFFERS) {
-#pragma unroll
-    for (int buffer = 0; buffer < BUFFERS; buffer++) {
-      Tile& tile = tiles[buffer];
-      const int at = walk.first + (first + buffer) * walk.stride;
-      if (BUFFERS > 1 && at >= num_tiles) break;
-      const int step = first + buffer + BUFFERS, next = at + BUFFERS * walk.stride;  // what is loaded
-      const int last_row = position - at * TILE, next_last_row = position - next * TILE;
-      if (step % 32 == 0) walk.take_pages(step);
-      const i64 next_row = walk.row_at(step);
-      acc.add_keys(tile, input.scale_log2, {last_row, last_row}, lane);
-      if (next < num_tiles) walk.memory.load_keys(tile, next_row, next_last_row, lane);
-      if (depth > 0) walk.prefetch(step, step + depth, num_tiles);
-      acc.add_values(tile);
-      if (next < num_tiles) walk.memory.load_values(tile, next_row, next_last_row, lane);
-#if IS_FUSED
-      if (next == last_tile && next < num_tiles) patch_own(tile, shared, position, lane);
-#endif
+  // The loop has no branch inside: at one, all loads in flight would be waited for.
+  for (int step = 0; step < last_step;) {
+    const int stop = min(last_step, (step + 1) / 32 * 32 + 31);  // until there its pages are taken
+#pragma unroll 1
+    for (; step < stop; step++) {
+      const int last_row = position - (walk.first + (step + 1) * stride) * TILE;
+      feed.step(acc, walk, step, last_row, input.scale_log2);
+      if (DEPTH > 0) walk.prefetch(step + 1, step + 1 + DEPTH, num_tiles);
     }
+    if (step < last_step) walk.take_pages(step + 1);
   }
+  const int last_row = position - (walk.first + last_step * stride) * TILE;
+  feed.last(last_step, last_row);
+#if IS_FUSED
+  if (last_row < TILE) patch_own(feed.tile, shared, position, lane);
+#endif
+  acc.add_keys(feed.tile, input.scale_log2, {last_row, last_row}, lane);
+  acc.add_values(feed.tile);
+}
+
+// Of this warp; `shared` is the launch's dynamic shared memory.
+DEVICE Feed feed_of(u8* dynamic, int warp, int lane) {
+  Feed feed;
+#if IS_FP8
+  feed.ring = {shared_address(dynamic) + warp * Ring<Tile>::BYTES, lane};
+#endif
+  return feed;
 }

@@ -40,7 +40,7 @@ struct Walk {
   // Takes the pages of tiles `step` and following (a multiple of 32); 0 past the table's end.
   DEVICE void take_pages(int step) {
     const int page = (first + (step + lane) * stride) / (PAGE / TILE);
-    pages = page < memory.max_pages ? memory.table[page] : 0;
+    pages = page < memory.max_pages ? max(memory.table[page], 0) : 0;
   }
 
   // The row of the first key of tile `step`, one of the 32 whose pages are taken.
@@ -72,11 +72,12 @@ DEVICE int active_ctas(int num_tiles, int min_tiles) {
 
 // Where partial results of `QUERIES` queries meet: query q in CTA q % active, from every warp of every
 // active CTA, in shared memory. At most 32 warps.
-template <int D, int QUERIES>
+//   MOST CTAs may be active.
+template <int D, int QUERIES, int MOST>
 struct Exchange {
   // Queries that meet in one CTA, times warps: most for one CTA or for all.
   static constexpr int most(int active) {
-    return active * WARPS > 32 ? 0 : active * WARPS * ((QUERIES + active - 1) / active);
+    return active > MOST || active * WARPS > 32 ? 0 : active * WARPS * ((QUERIES + active - 1) / active);
   }
   static constexpr int larger(int a, int b) { return a > b ? a : b; }
   static constexpr int CAPACITY = larger(larger(most(1), most(2)), larger(most(4), larger(

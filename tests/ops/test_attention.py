@@ -129,6 +129,17 @@ def test_plans_depend_on_the_launch_shape_and_fit_a_cluster():
                 assert splits in (1, 2, 4, 8) and splits * warps <= 32, (plan, span)
 
 
+@pytest.mark.parametrize("max_tiles", [64, 65, 126, 256, 512, 2048, 4000])
+def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
+    most_parts = attention_plans.most_parts_of(max_tiles)
+    assert most_parts <= attention_plans.MAX_PARTS
+    for num_rows in (1, 49, 50, 64, 128, 129):
+        plan = attention_plans.parts_plan_for(num_rows, 8, max_tiles, is_fp8=True)
+        assert (plan is not None) == (50 <= num_rows <= 128 and max_tiles > 64)
+        if plan is not None:
+            assert plan.part_tiles >= 16 and -(-max_tiles // plan.part_tiles) <= most_parts
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
 @pytest.mark.parametrize(
     ("source", "defines"),
@@ -143,7 +154,7 @@ def test_plans_depend_on_the_launch_shape_and_fit_a_cluster():
                 "PAGE": 32,
                 "WARPS": 4,
                 "BLOCKS": 3,
-                "BUFFERS": 1,
+                "DEPTH": 0,
                 "IS_FUSED": 0,
                 "IS_CHAINED": 0,
                 "IS_FP8": 0,
@@ -157,7 +168,7 @@ def test_plans_depend_on_the_launch_shape_and_fit_a_cluster():
                 "PAGE": 32,
                 "WARPS": 4,
                 "BLOCKS": 4,
-                "BUFFERS": 2,
+                "DEPTH": 2,
                 "IS_FUSED": 1,
                 "IS_CHAINED": 1,
                 "IS_FP8": 1,
@@ -170,6 +181,20 @@ def test_plans_depend_on_the_launch_shape_and_fit_a_cluster():
         (
             "attention_span.cu",
             {"HEAD_DIM": 64, "GROUP": 5, "PAGE": 32, "WARPS": 8, "BATCHES": 1, "IS_FP8": 1},
+        ),
+        (
+            "attention_parts.cu",
+            {
+                "HEAD_DIM": 128,
+                "GROUP": 4,
+                "PAGE": 32,
+                "WARPS": 4,
+                "BLOCKS": 4,
+                "DEPTH": 0,
+                "IS_FUSED": 1,
+                "IS_CHAINED": 1,
+                "IS_FP8": 1,
+            },
         ),
         ("frame_attention.cu", {"HEAD_DIM": 64, "GROUP": 5, "POSITIONS": 2, "IS_CHAINED": 1}),
     ],
