@@ -354,7 +354,7 @@ async def test_metrics(tmp_path: Path) -> None:
         assert float(values["plosive_sessions"]) == 1
         assert float(values["plosive_slots"]) == 2
         assert float(values["plosive_slots_free"]) == 1
-        assert float(values["plosive_encoders"]) == 1
+        assert float(values["plosive_encoders"]) == float(values["plosive_ready"]) == 1
         assert float(values["plosive_frames_total"]) == done.metrics.num_frames
         assert float(values["plosive_packets_total"]) == done.metrics.num_packets
         assert float(values["plosive_audio_bytes_total"]) == sum(

@@ -68,6 +68,7 @@ def test_unknown_types_are_named_and_unknown_fields_ignored() -> None:
         ({"sampling": {"top_k": 0}}, "sampling.top_k"),
         ({"sampling": {"top_k": 129}}, "sampling.top_k"),
         ({"sampling": {"seed": -1}}, "sampling.seed"),
+        ({"sampling": {"seed": 2**63}}, "sampling.seed"),
         ({"max_lead_ms": 1}, "max_lead_ms"),
         ({"format": {"codec": "mp3"}}, "format.codec"),
         ({"format": {"codec": "opus", "sample_rate": 44100}}, "format"),
