@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 def load_engine(config: ServerConfig) -> Engine:
     """What `--model`, `--device` and `--engine-process` ask for."""
-    model_path(config)  # said once, before any process starts: no device is to blame for a wrong path
+    model_path(config)  # before any process starts: a wrong path is said once, and names no device
     return place(config, load_on_device)
 
 
