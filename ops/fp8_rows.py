@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Relative error (norms) of a row after quantising: e4m3 rounds by up to 2^-4 of a value, uniformly
-# spread roundings are 2^-5.2 (0.027) of the norm; values under 2^-15 of the largest come to nothing.
+# Relative error (norms) of a row after quantising: e4m3 rounds by up to 2^-4 of a value, roundings spread
+# evenly are 2^-5.2 (0.027) of the norm. Values under 2^-15 of the largest have fewer bits, under 2^-19 none.
 MAX_ROW_ERROR = 2.0**-4
 _E4M3_MAX = 448.0
 _MIN_AMAX = 1e-10

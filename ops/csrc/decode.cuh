@@ -182,7 +182,7 @@ DEVICE void attend(Accumulator<Tile>& acc, Feed& feed, Shared& shared, const Inp
   acc.add_values(feed.tile);
 }
 
-// Of this warp; `shared` is the launch's dynamic shared memory.
+// Of this warp; `dynamic` is the shared memory that the launch asks for.
 DEVICE Feed feed_of(u8* dynamic, int warp, int lane) {
   Feed feed;
 #if IS_FP8
