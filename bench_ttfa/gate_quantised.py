@@ -26,6 +26,8 @@ of its width: 0.136, 0.164 and 0.186 for 3, 12 and 36 layers; at an eighth of it
 Exit code 1: the gate is closed.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import math
@@ -74,6 +76,11 @@ class Decoded:
 
     frames: Tensor  # i32 [N, F, 1+K]: token, codes
     logits: Tensor  # f32 [N, F, n+1], of the semantic ids and the end
+
+    @classmethod
+    def cat(cls, parts: Sequence[Decoded]) -> Decoded:
+        frames, logits = zip(*((part.frames, part.logits) for part in parts), strict=True)
+        return cls(torch.cat(frames), torch.cat(logits))
 
     @property
     def margins(self) -> Tensor:
@@ -135,18 +142,32 @@ class Verdict:
 
 @torch.inference_mode()
 def judge(
-    name: str, device: torch.device, kind: Kind = "bsfp8", kv_format: KvFormat = "bf16"
+    name: str,
+    device: torch.device,
+    kind: Kind = "bsfp8",
+    kv_format: KvFormat = "bf16",
+    batch: int | None = None,
 ) -> Verdict:
-    """Decode in bf16 and in the formats given, and compare. Holds one model at a time."""
+    """Decode in bf16 and in the formats given, and compare. Holds one model at a time.
+
+    Args:
+        batch: inputs that are decoded together; None: all. Other kernels run for few rows.
+    """
     chosen = [] if is_random(name) else read_inputs()
     model = load(name, "bf16", device)
     prompts = prompts_of(chosen) if chosen else _random_prompts(model.config)
     bound = TRAINED_BOUND if chosen else random_bound(model.config.slow.num_layers)
-    expected = Inputs(model, prompts).decode()
+    size = batch or len(prompts)
+    parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    expected = Decoded.cat([Inputs(model, part).decode() for part in parts])
     del model
-    inputs = Inputs(load(name, kind, device), prompts, kv_format)
-    free, forced = inputs.decode(), inputs.decode(expected.frames)
-    del inputs
+    model = load(name, kind, device)
+    both = []
+    for part, frames in zip(parts, torch.split(expected.frames, size), strict=True):
+        inputs = Inputs(model, part, kv_format)
+        both.append((inputs.decode(), inputs.decode(frames)))
+    free, forced = (Decoded.cat(decoded) for decoded in zip(*both, strict=True))
+    del model, inputs
     verdict = _verdict(name, device, bound, expected, free, forced)
     if not chosen:
         return verdict
@@ -300,11 +321,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=EMBEDDED, help=f'"{EMBEDDED}" or "random:..."')
     parser.add_argument("--format", choices=["bf16", "bsfp8"], default="bsfp8", help="the weights")
     parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values")
+    parser.add_argument("--batch", type=int, help="inputs decoded together; default: all")
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--json", type=Path, help="write the verdict here")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    verdict = judge(args.model, torch.device(device), args.format, args.kv)
+    verdict = judge(args.model, torch.device(device), args.format, args.kv, args.batch)
     print(verdict)
     if not is_random(args.model) and not are_of_these_weights():
         print(

@@ -50,6 +50,14 @@ def test_the_embedded_model_speaks_the_same_in_8_bits():
     assert verdict.sureness.num_sure > 50 and verdict.sureness.flipped_lead < SURE_LEAD
 
 
+def test_inputs_in_parts_are_judged_as_all_together():
+    parts = judge("random:tiny", CPU, batch=5)
+    whole = judge("random:tiny", CPU)
+    assert parts.num_inputs == whole.num_inputs == 12
+    assert parts.logit_error == pytest.approx(whole.logit_error, rel=1e-3)
+    assert parts.tokens_equal == whole.tokens_equal
+
+
 def test_random_weights_are_judged_by_their_logits(tmp_path, capsys):
     assert main(["--model", "random:tiny", "--device", "cpu", "--json", str(tmp_path / "v")]) == 0
     verdict = json.loads((tmp_path / "v").read_text())
@@ -84,8 +92,12 @@ def test_the_gate_shuts_on_wrong_scales(side, fault, monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-def test_the_embedded_model_speaks_the_same_in_8_bits_on_a_gpu():
-    verdict = judge(EMBEDDED, torch.device("cuda"))
+@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize(
+    ("kind", "kv_format"), [("bsfp8", "bf16"), ("bf16", "fp8"), ("bsfp8", "fp8")]
+)
+def test_the_embedded_model_speaks_the_same_in_8_bits_on_a_gpu(kind, kv_format, batch):
+    verdict = judge(EMBEDDED, torch.device("cuda"), kind, kv_format, batch)
     print(f"\n{verdict}")
     assert not verdict.problems
 
