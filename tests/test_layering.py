@@ -16,6 +16,7 @@ ON_DEVICE = tuple(
     for name in (
         "codec",
         "counters",
+        "engine",
         "frames",
         "gate_inputs",
         "gate_quantised",

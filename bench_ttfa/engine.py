@@ -1,0 +1,342 @@
+"""The engine alone: streams in a closed loop without sockets, and who uses the device when.
+
+    python -m bench_ttfa.engine --model "random:s2-pro?reference_s=30" --format bf16 --streams 64
+
+Every call that the engine's threads launch, decode's steps, prefill's calls and the codec's, lies
+between two CUDA events of its own: so their times on the device are known, which of them overlap,
+what a step takes alone and beside others, and where the device has nothing to do. A listener's turn
+begins `--delay-ms` after the last one's end, which is what sockets and clients take.
+"""
+
+import argparse
+import heapq
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bench_ttfa.measure import percentile
+from bench_ttfa.workload import TextSource
+from model.kv_cache import KvFormat
+from model.speech_model import SpeechModel, load_speech_model
+from realtime.pingpong.device import Event as Mark
+from realtime.pingpong.engine import EngineConfig, PingPongEngine
+from realtime.pingpong.messages import (
+    EndTurn,
+    Event,
+    FramePcm,
+    OpenSlot,
+    SamplingParams,
+    SetText,
+    SlotFailed,
+    SlotReady,
+    SlotRef,
+    TurnBegin,
+    TurnEnd,
+    VoicePrompt,
+)
+
+KINDS = ("decode", "prefill", "codec")
+SIZES = (0, 1, 8, 16, 32, 64, 128, 256, 512)
+SKIPPED_S = 0.3  # of a run, once everybody has begun
+NUM_CHARS = 42
+_KV_FRACTION = 0.15  # leaves room for a second engine
+
+
+class Span(NamedTuple):
+    """A call on the device, ms since the run began."""
+
+    kind: str
+    size: int  # rows, or frames of the codec
+    begin: float
+    end: float
+    has_riders: bool = False
+
+    @property
+    def ms(self) -> float:
+        return self.end - self.begin
+
+
+class Probe:
+    """Puts events around the calls of an engine's threads. On a CPU there is nothing to see."""
+
+    def __init__(self, engine: PingPongEngine, device: torch.device) -> None:
+        self._device = device
+        self._base = self._mark()
+        self._calls: list[tuple[str, int, Mark, Mark, bool]] = []
+        frames, prefill = engine._decode.frames, engine._prefill.kv.runner
+        self._wrap(frames, "launch", "decode", lambda slots, riders: len(slots))
+        self._wrap(prefill, "write", "prefill", lambda pieces: sum(p.num_rows for p in pieces))
+        codec = engine._vocode.runner
+        self._wrap(codec, "call", "codec", lambda slots, places, chunk: len(places))
+
+    def restart(self) -> None:
+        self._calls.clear()
+        self._base = self._mark()
+
+    def spans(self) -> list[Span]:
+        if self._device.type != "cuda":
+            return []
+        calls = list(self._calls)  # more come meanwhile
+        torch.cuda.synchronize()
+        return [
+            Span(kind, size, self._base.ms_until(begun), self._base.ms_until(over), has_riders)
+            for kind, size, begun, over, has_riders in calls
+        ]
+
+    def _mark(self) -> Mark:
+        mark = Mark(self._device, is_timed=True)
+        mark.record()
+        return mark
+
+    def _wrap(self, owner: Any, name: str, kind: str, size: Callable[..., int]) -> None:
+        call = getattr(owner, name)
+
+        def timed(*args: Any) -> Any:
+            begun = self._mark()
+            result = call(*args)
+            has_riders = kind == "decode" and bool(args[1])
+            self._calls.append((kind, size(*args), begun, self._mark(), has_riders))
+            return result
+
+        setattr(owner, name, timed)
+
+
+@dataclass
+class Turns:
+    """What the listeners saw."""
+
+    ttfa_ms: list[float] = field(default_factory=list)
+    stages_ms: dict[str, list[float]] = field(default_factory=dict)
+    num_frames: int = 0
+
+    def add(self, committed_ns: int, stamps_ns: dict[str, int]) -> None:
+        before = committed_ns
+        for stage in ("prefill_done", "first_step", "first_pcm"):
+            self.stages_ms.setdefault(stage, []).append((stamps_ns[stage] - before) / 1e6)
+            before = stamps_ns[stage]
+        self.ttfa_ms.append((stamps_ns["first_pcm"] - committed_ns) / 1e6)
+
+
+class Listeners:
+    """Each says its next turn when the last is over. Commands come from one thread, as in life."""
+
+    def __init__(self, engine: PingPongEngine, voice: VoicePrompt, delay_s: float) -> None:
+        self._engine = engine
+        self._voice = voice
+        self._delay_s = delay_s
+        self._texts = TextSource(1, "mixed")
+        self._due: list[tuple[float, int]] = []  # heap of (time, slot)
+        self._changed = threading.Condition()
+        self._slots: dict[int, SlotRef] = {}
+        self._turn_ids: dict[int, int] = {}
+        self._committed_ns: dict[int, int] = {}
+        self._num_ready = 0
+        self._is_on = False
+        self._num_speaking = 0
+        self.turns = Turns()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def open(self, num_streams: int) -> None:
+        for i in range(num_streams):
+            slot = self._engine.slots.acquire()
+            assert slot is not None
+            self._slots[slot.idx], self._turn_ids[slot.idx] = slot, 0
+            sampling = SamplingParams(0.7, 0.8, 30, i)
+            self._engine.submit(OpenSlot(slot, (self._voice,), "", sampling, 600_000))
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_ready == num_streams)
+
+    def start(self, num_streams: int, spread_s: float) -> None:
+        self.turns = Turns()
+        with self._changed:
+            self._is_on = True
+            for i, idx in enumerate(list(self._slots)[:num_streams]):
+                due_s = time.perf_counter() + spread_s * i / num_streams
+                heapq.heappush(self._due, (due_s, idx))
+            self._num_speaking = num_streams
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._is_on = False
+            self._changed.wait_for(lambda: self._num_speaking == 0)
+
+    def sink(self, event: Event) -> None:
+        assert not isinstance(event, SlotFailed), event
+        if isinstance(event, FramePcm):
+            self.turns.num_frames += event.num_frames
+        elif isinstance(event, TurnBegin):
+            self.turns.add(self._committed_ns[event.slot.idx], event.stamps_ns)
+        elif isinstance(event, TurnEnd | SlotReady):
+            with self._changed:
+                if isinstance(event, SlotReady):
+                    self._num_ready += 1
+                elif self._is_on:
+                    heapq.heappush(self._due, (time.perf_counter() + self._delay_s, event.slot.idx))
+                else:
+                    self._num_speaking -= 1
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._due or self._due[0][0] > time.perf_counter():
+                    wait_s = self._due[0][0] - time.perf_counter() if self._due else None
+                    self._changed.wait(None if wait_s is None else max(0.0, wait_s))
+                _, idx = heapq.heappop(self._due)
+            self._say(idx)
+
+    def _say(self, idx: int) -> None:
+        slot, turn_id = self._slots[idx], self._turn_ids[idx]
+        self._turn_ids[idx] += 1
+        (text,) = self._texts.take(1, NUM_CHARS)
+        submit = self._engine.submit
+        submit(SetText(slot, turn_id, 0, text.rpartition(" ")[0], is_closed=False))
+        time.sleep(0.0002)
+        self._committed_ns[idx] = time.perf_counter_ns()
+        submit(SetText(slot, turn_id, 0, text, is_closed=True))
+        submit(EndTurn(slot, turn_id, 1))
+
+
+def report(name: str, turns: Turns, spans: Sequence[Span], window_s: float, host: str) -> str:
+    """p50/p95 of what the listeners saw, and on a device who ran when."""
+    stages = " ".join(f"{stage} {_percentiles(ms)}" for stage, ms in turns.stages_ms.items())
+    lines = [
+        f"{name}: {turns.num_frames / window_s:,.0f} frames/s, "
+        f"{len(turns.ttfa_ms) / window_s:.0f} turns/s, "
+        f"TTFA ms {_percentiles(turns.ttfa_ms)} = {stages}; {host}"
+    ]
+    lines += [_kind_line(kind, spans) for kind in KINDS if any(s.kind == kind for s in spans)]
+    if spans:
+        lines += [_step_line(spans)]
+    return "\n".join(lines)
+
+
+def _kind_line(kind: str, spans: Sequence[Span]) -> str:
+    mine = [span for span in spans if span.kind == kind]
+    window_ms = _window_ms(spans)
+    sizes = " ".join(
+        f"<={high}: {len(ms)} x {statistics.mean(ms):.2f} ms"
+        for low, high in itertools.pairwise(SIZES)
+        if (ms := [span.ms for span in mine if low < span.size <= high])
+    )
+    return (
+        f"  {kind:8} {1e3 * len(mine) / window_ms:.0f}/s, busy {union_ms(mine) / window_ms:.0%}, "
+        f"size {_percentiles([span.size for span in mine])}, by size {sizes}"
+    )
+
+
+def _step_line(spans: Sequence[Span]) -> str:
+    steps = sorted((span for span in spans if span.kind == "decode"), key=lambda span: span.begin)
+    gaps_ms = sum(max(0.0, b.begin - a.end) for a, b in itertools.pairwise(steps))
+    beside: dict[str, list[float]] = {}
+    for step in steps:
+        names = ["riders"] if step.has_riders else []
+        names += [
+            kind
+            for kind in KINDS[1:]
+            if any(span.kind == kind and overlap_ms(step, span) > 0.1 for span in spans)
+        ]
+        beside.setdefault(" + ".join(names) or "alone", []).append(step.ms)
+    by_load = ", ".join(
+        f"{name} {statistics.mean(ms):.2f} ms ({len(ms)})" for name, ms in beside.items()
+    )
+    busy, gaps = union_ms(spans) / _window_ms(spans), gaps_ms / _window_ms(spans)
+    return f"  a step: {by_load}; device busy {busy:.0%}, between steps {gaps:.1%}"
+
+
+def _window_ms(spans: Sequence[Span]) -> float:
+    return max(span.end for span in spans) - min(span.begin for span in spans)
+
+
+def _percentiles(values: Sequence[float]) -> str:
+    if not values:
+        return "-"
+    ordered = sorted(values)
+    return f"{percentile(ordered, 50):.1f}/{percentile(ordered, 95):.1f}"
+
+
+def overlap_ms(a: Span, b: Span) -> float:
+    return max(0.0, min(a.end, b.end) - max(a.begin, b.begin))
+
+
+def union_ms(spans: Sequence[Span]) -> float:
+    """Time in which at least one of them runs."""
+    total, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.begin):
+        total += max(0.0, span.end - max(span.begin, until))
+        until = max(until, span.end)
+    return total
+
+
+class Bench:
+    """An engine under load, for as many runs as wanted."""
+
+    def __init__(
+        self, model: SpeechModel, num_slots: int, delay_s: float, *, kv_format: KvFormat = "bf16"
+    ) -> None:
+        config = EngineConfig(
+            num_slots=num_slots, kv_memory_fraction=_KV_FRACTION, kv_format=kv_format
+        )
+        self.engine = PingPongEngine(model, config)
+        self.engine.warm_up(())
+        self.probe = Probe(self.engine, model.device)
+        rate = model.codec.sample_rate / model.codec.frame_samples
+        num_frames = round((30 if model.device.type == "cuda" else 1) * rate)
+        codes = np.random.default_rng(0).integers(
+            0, 32, (model.codec.num_codebooks, num_frames), np.int32
+        )
+        self.listeners = Listeners(self.engine, VoicePrompt("v", "a voice", codes), delay_s)
+        self._num_slots = num_slots
+
+    def start(self) -> None:
+        self.engine.start(self.listeners.sink)
+        self.listeners.open(self._num_slots)
+
+    def run(self, name: str, seconds: float, num_streams: int, spread_s: float = 0.5) -> None:
+        """Streams begin spread over a time, which is not measured."""
+        self.listeners.start(num_streams, spread_s)
+        time.sleep(spread_s + SKIPPED_S)
+        self.listeners.turns = turns = Turns()
+        self.probe.restart()
+        begun = time.perf_counter()
+        time.sleep(seconds)
+        window_s = time.perf_counter() - begun
+        self.listeners.turns = Turns()
+        spans, stats = self.probe.spans(), self.engine.stats()
+        self.listeners.stop()
+        host = f"host us a step {stats['decode_host_us']:.0f}, a codec call {stats['vocode_host_us']:.0f}"
+        print(report(name, turns, spans, window_s, host), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="random:s2-pro?reference_s=30")
+    parser.add_argument("--format", choices=("eager", "bf16", "bsfp8"), help="default: as serve")
+    parser.add_argument("--kv-format", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each run (default: 2)")
+    parser.add_argument("--delay-ms", type=float, default=10.0, help="default: 10")
+    args = parser.parse_args()
+    model = load_speech_model(Path(args.model), device=args.device, run_as=args.format)
+    bench = Bench(model, max(args.streams), args.delay_ms / 1e3, kv_format=args.kv_format)
+    bench.start()
+    for num_streams in args.streams:
+        bench.run(f"{num_streams} streams", args.seconds, num_streams)
+        bench.run(f"{num_streams} that begin at once", args.seconds, num_streams, spread_s=0.0)
+    bench.engine.stop()
+
+
+if __name__ == "__main__":
+    main()
