@@ -10,6 +10,7 @@ refused is refused before the upgrade, in the shape that the clients of the path
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
 import secrets
 from collections import Counter
@@ -189,6 +190,19 @@ def client_of(scope: MutableMapping[str, Any]) -> str:
     return client
 
 
+def _owner_of(host: str) -> str:
+    """Of an IPv6 address its /64, within which whoever has it may choose any."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:  # a socket that takes both
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), 64), strict=False))
+
+
 class Gate:
     """ASGI middleware. Event loop only."""
 
@@ -233,7 +247,7 @@ class Gate:
         headers = Headers(scope=scope)
         self._check_origin(headers.get("origin"))
         if not self._rules.keys:
-            return scope["client"][0] if scope.get("client") else ""
+            return _owner_of(scope["client"][0]) if scope.get("client") else ""
         key = presented_key(headers, scope.get("subprotocols", ()))
         if key is None:
             raise AuthError(

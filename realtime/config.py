@@ -98,7 +98,9 @@ class ServerConfig:
         "sessions served at the same time; more are refused with 503 (default: 4, 64 for each GPU)",
     )
     max_sessions_per_client: int = _limit(
-        0, "sessions of one API key, or without keys of one address, at a time; 0: any number"
+        0,
+        "sessions of one API key, or without keys of one address (IPv6: /64), at a time; 0: any "
+        "number",
     )
     max_lead_ms: int = _limit(2_000, "audio rendered ahead of playback, unless a session asks")
     max_lead_cap_ms: int = _limit(60_000, "the most lead that a session may ask for")

@@ -4,6 +4,7 @@ The front turn is with the engine, later ones wait here; those that are done can
 while they play.
 """
 
+import math
 from collections.abc import Callable
 
 from realtime.errors import PlosiveError, SessionError
@@ -119,6 +120,8 @@ class Conversation:
 
     def append(self, message: TextAppend, now_ns: int) -> None:
         turn = self._turns.find(message.turn_id)
+        if turn is None:  # what is refused is not charged
+            self._check_new(message.turn_id)
         try:
             self._intake.check(message, turn, now_ns)
         except PlosiveError as error:
@@ -161,8 +164,12 @@ class Conversation:
             message = "the session is closing; open a new one"
             raise SessionError("session_closing", message, turn_id=turn_id)
 
-    def _open_turn(self, turn_id: int) -> Turn:
+    def _check_new(self, turn_id: int) -> None:
         self.check_takes_turns(turn_id)
+        self._turns.check_new(turn_id)
+
+    def _open_turn(self, turn_id: int) -> Turn:
+        self._check_new(turn_id)
         return self._turns.open(turn_id, self._make_turn)
 
     def _make_turn(self, turn_id: int) -> Turn:
@@ -291,5 +298,5 @@ def error_message(
         fatal=error.fatal or is_fatal,
         turn_id=error.turn_id,
         keeps_turn=keeps_turn,
-        retry_after_ms=None if retry_after_s is None else round(1000.0 * retry_after_s),
+        retry_after_ms=None if retry_after_s is None else math.ceil(1000.0 * retry_after_s),
     )

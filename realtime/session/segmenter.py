@@ -67,7 +67,8 @@ class Segmenter:
     def ends_a_sentence(self) -> bool:
         """Whether what has arrived and is not closed yet would be over if another sentence began."""
         text = self._rest.rstrip()
-        ends = [mark.end for mark in marks(text + _NEXT, False, len(text)) if _is_sentence(mark)]
+        going_on = self._rest + _NEXT  # an empty line ends one too
+        ends = [mark.end for mark in marks(going_on, False, len(self._rest)) if _is_sentence(mark)]
         return bool(ends) and ends[-1] == len(text) and is_speakable(text)
 
     def _close(self, is_final: bool) -> list[Segment]:

@@ -44,8 +44,8 @@ class TextRates:
         """After how long so many characters would be taken; 0: now. Takes nothing."""
         if not self._chars_per_s:
             return 0.0
-        burst_ns = self._burst_chars * _NS_PER_S / self._chars_per_s
-        return max(0.0, (self._after(owner, num_chars, now_ns) - now_ns - burst_ns) / _NS_PER_S)
+        wait_ns = self._after(owner, num_chars, now_ns) - now_ns - self._cost_ns(self._burst_chars)
+        return max(0.0, wait_ns / _NS_PER_S)
 
     def pay(self, owner: str, num_chars: int, now_ns: int) -> None:
         if not self._chars_per_s:
@@ -64,7 +64,11 @@ class TextRates:
 
     def _after(self, owner: str, num_chars: int, now_ns: int) -> int:
         start_ns = max(self._paid_off_ns.get(owner, 0), now_ns)
-        return start_ns + round(num_chars * _NS_PER_S / self._chars_per_s)
+        return start_ns + self._cost_ns(num_chars)
+
+    def _cost_ns(self, num_chars: int) -> int:
+        """Rounded down: what fits into the burst fits also in pieces."""
+        return num_chars * _NS_PER_S // self._chars_per_s
 
 
 class TextAccount(NamedTuple):

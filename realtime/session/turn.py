@@ -79,7 +79,8 @@ class Turn:
         self.num_chars += len(text)
         self.ledger.add_text(text)
         self._take_segments(self._segmenter.append(text), now_ns)
-        self.idle_since_ns = now_ns
+        if text:
+            self.idle_since_ns = now_ns
 
     def flush(self, now_ns: int) -> None:
         self.idle_since_ns = None

@@ -30,8 +30,8 @@ class TurnQueue:
     def is_old(self, turn_id: int) -> bool:
         return turn_id <= self._last_turn_id
 
-    def open(self, turn_id: int, make_turn: Callable[[int], Turn]) -> Turn:
-        """Append a new turn.
+    def check_new(self, turn_id: int) -> None:
+        """Whether `open` may follow.
 
         Raises:
             SessionError: code `turn_id_used` or `too_many_turns`.
@@ -50,6 +50,9 @@ class TurnQueue:
                 f"{len(self._turns)} turns wait; send turn {turn_id} after one of them has ended",
                 turn_id=turn_id,
             )
+
+    def open(self, turn_id: int, make_turn: Callable[[int], Turn]) -> Turn:
+        """Append a new turn."""
         turn = make_turn(turn_id)
         self._turns.append(turn)
         self._last_turn_id = turn_id

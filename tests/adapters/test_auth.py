@@ -331,6 +331,28 @@ async def test_sessions_of_one_address_without_keys(tmp_path: Path) -> None:
                 pass
 
 
+@pytest.mark.parametrize(
+    ("mine", "also_mine", "anothers"),
+    [
+        ("2001:db8:1:2::1", "2001:db8:1:2:ffff::7", "2001:db8:1:3::1"),
+        ("198.51.100.7", "::ffff:198.51.100.7", "::ffff:198.51.100.8"),
+        ("by-a-proxy", "by-a-proxy", "by-another"),
+    ],
+)
+async def test_an_address_is_what_somebody_has(
+    tmp_path: Path, mine: str, also_mine: str, anothers: str
+) -> None:
+    """Whoever has one of IPv6 has a network of them."""
+    async with serving(tmp_path, max_sessions_per_client=1) as served:
+
+        def from_address(address: str) -> dict[str, Any]:
+            return {"additional_headers": {"X-Forwarded-For": address}}  # this host is trusted
+
+        async with served.connect(**from_address(mine)):
+            assert (await socket_status(served, **from_address(also_mine)))[0] == 429
+            assert (await socket_status(served, **from_address(anothers)))[0] == 101
+
+
 # ---------------------------------------------------------------------------- the command line
 
 

@@ -34,7 +34,9 @@ def pause(harness: Harness, ms: int) -> None:
         ("Really?!", True),
         ("It was in 2024.", True),
         ("\u4f60\u597d\u3002", True),
+        ("Hello there. A title\n\n", True),
         ("Let me check that,", False),
+        ("Let me check\n", False),
         ("Let me check that", False),
         ("I have met Dr.", False),
         ("She lives in the U.S.", False),
@@ -63,6 +65,14 @@ def test_the_last_sentence_is_spoken_when_nothing_follows(harness):
     harness.run()
     assert harness.engine.texts[1] == ["One moment, please.", "Yes.", "And now more."]
     assert harness.client.ends == {1: ["turn.done"]}
+
+
+def test_empty_text_is_no_text(harness):
+    harness.receive("text.append", turn_id=1, text="One moment, please. Yes.")
+    for _ in range(3):
+        pause(harness, GAP_MS // 2)
+        harness.receive("text.append", turn_id=1, text="")
+    assert harness.engine.texts[1] == ["One moment, please.", "Yes."]
 
 
 def test_text_that_goes_on_in_time_is_one_sentence(harness):

@@ -85,3 +85,36 @@ def test_sessions_of_one_client_share_its_account():
     assert two.receive("turn.commit", turn_id=1) == []
     two.run()
     assert two.client.ends == {1: ["turn.done"]}
+
+
+@pytest.mark.parametrize("chars_per_s", [7, 900, 999_999_937])
+def test_what_fits_is_taken_whole_or_in_pieces(chars_per_s):
+    """Whatever fractions of a nanosecond a character takes."""
+    rates = TextRates("a client", chars_per_s, burst_chars=60_000)
+    charge([rates.account("anna")], 60_000, now_ns=1)
+    for num_chars in (20_001, 19_998, 1, 20_000):
+        charge([rates.account("bob")], num_chars, now_ns=1)
+
+
+def test_after_the_time_that_is_told_it_is_taken():
+    harness = Harness(client_text=TextRates("a client", 7, burst_chars=100).account("anna"))
+    harness.start()
+    assert harness.receive("text.append", turn_id=1, text="a " * 50) == []
+    (error,) = harness.receive("text.append", turn_id=1, text="a " * 4)
+    harness.now_ns += error.retry_after_ms * 1_000_000
+    assert harness.receive("text.append", turn_id=1, text="a " * 4) == []
+
+
+def test_text_that_is_refused_for_its_turn_costs_nothing():
+    """Of a turn that was interrupted, what its writer still sends."""
+    rates = TextRates("a client", 10, burst_chars=100)
+    harness = Harness(client_text=rates.account("anna"), max_queued_turns=0)
+    harness.start()
+    harness.receive("text.append", turn_id=2, text="a " * 5)
+    for turn_id, code in ((1, "turn_id_used"), (3, "too_many_turns")):
+        (error,) = harness.receive("text.append", turn_id=turn_id, text="a " * 45)
+        assert (error.code, error.keeps_turn) == (code, False)
+    harness.apply(harness.session.shut_down("shutting_down", harness.now_ns))
+    (error,) = harness.receive("text.append", turn_id=4, text="a " * 45)
+    assert error.code == "session_closing"
+    assert harness.receive("text.append", turn_id=2, text="a " * 45) == []
