@@ -212,6 +212,7 @@ class _Upcoming(ctypes.Structure):
         ("row_tiles", ctypes.c_int32),
         ("num_blocks", ctypes.c_int32),
         ("split", ctypes.c_int32),
+        ("first", ctypes.c_int32),
         ("blocks", ctypes.c_int32),
     )
 
@@ -228,7 +229,7 @@ def _upcoming(weight: PackedWeight | None, num_rows: int) -> _Upcoming:
     row_tiles, k_tiles = weight.tiling
     parts = row_tiles * plan.split
     blocks = ceil_div(UPCOMING_BYTES, parts * weight.data.shape[2])
-    return _Upcoming(weight.data.data_ptr(), row_tiles, k_tiles, plan.split, blocks)
+    return _Upcoming(weight.data.data_ptr(), row_tiles, k_tiles, plan.split, plan.stages, blocks)
 
 
 def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _Output:

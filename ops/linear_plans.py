@@ -11,7 +11,8 @@ from ops.reference_fp8 import ceil_div
 ROWS_PER_TILE = 64
 _TILE_BYTES = 8192
 _MAX_OWN_EXCHANGE = 8192  # a larger one lies in the ring, when that is done with
-_WIDTHS = (8, 16, 32, 64, 96, 128)
+_WIDTHS = (8, 16, 32)
+MOST_FEW_ROWS = _WIDTHS[-1]  # more go through `csrc/linear_wide.cu`
 
 
 @dataclass(frozen=True)
@@ -162,41 +163,35 @@ class WidePlan:
 
 
 # By (N, K) of S2 Pro's layers, then by the most rows: what made a whole layer fastest on an H200.
-_MEASURED: dict[tuple[int, int], dict[int, Plan]] = {
-    (6144, 2560): {
-        8: Plan(8, 1, 8, 2),
-        16: Plan(16, 1, 8, 2),
-        32: Plan(32, 2, 4, 4),
-        64: Plan(64, 1, 5, 2),
-        96: Plan(96, 2, 4, 2),
-        128: Plan(64, 2, 3, 2),
+_FEW_ROWS: dict[tuple[int, int], dict[int, Plan]] = {
+    (6144, 2560): {8: Plan(8, 1, 8, 2), 16: Plan(16, 1, 8, 2), 32: Plan(32, 2, 4, 4)},
+    (2560, 4096): {8: Plan(8, 1, 6, 4), 16: Plan(16, 1, 6, 4), 32: Plan(32, 2, 4, 8)},
+    (19456, 2560): {8: Plan(8, 1, 8, 1), 16: Plan(16, 1, 6, 1), 32: Plan(32, 2, 4, 1)},
+    (2560, 9728): {8: Plan(8, 1, 6, 8), 16: Plan(16, 1, 6, 8), 32: Plan(32, 1, 6, 4)},
+}
+_MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
+    ("bsfp8", 6144, 2560): {
+        64: WidePlan(64, 1, 1, 6, 2, blocks_per_sm=2),
+        128: WidePlan(64, 2, 1, 4, 2, blocks_per_sm=2),
     },
-    (2560, 4096): {
-        8: Plan(8, 1, 6, 4),
-        16: Plan(16, 1, 6, 4),
-        32: Plan(32, 2, 4, 8),
-        64: Plan(64, 1, 5, 4),
-        96: Plan(96, 1, 3, 8, blocks_per_sm=3),
-        128: Plan(64, 2, 3, 4),
+    ("bsfp8", 2560, 4096): {
+        64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
+        128: WidePlan(88, 2, 1, 8, 4),
     },
-    (19456, 2560): {
-        8: Plan(8, 1, 8, 1),
-        16: Plan(16, 1, 6, 1),
-        32: Plan(32, 2, 4, 1),
-        64: Plan(64, 1, 4, 1, blocks_per_sm=3),
-        96: Plan(96, 1, 2, 1, blocks_per_sm=3),
-        128: Plan(128, 1, 2, 1, blocks_per_sm=3),
+    ("bsfp8", 19456, 2560): {
+        64: WidePlan(64, 1, 1, 4, blocks_per_sm=3),
+        128: WidePlan(192, 2, 1, 5, groups=3, parts=2),
     },
-    (2560, 9728): {
-        8: Plan(8, 1, 6, 8),
-        16: Plan(16, 1, 6, 8),
-        32: Plan(32, 1, 6, 4),
-        64: Plan(64, 1, 4, 8, blocks_per_sm=3),
-        96: Plan(96, 1, 3, 8, blocks_per_sm=3),
-        128: Plan(64, 2, 3, 4),
+    ("bsfp8", 2560, 9728): {
+        64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
+        128: WidePlan(96, 2, 1, 7, 4),
     },
+    ("bf16", 2560, 4096): {64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2)},
+    ("bf16", 19456, 2560): {64: WidePlan(32, 1, 2, 4, blocks_per_sm=3)},
+    ("bf16", 2560, 9728): {64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2)},
 }
 _MAX_NORM_STAGES = 5  # of gate_up: x takes shared memory too, and three CTAs are to fit an SM
+_NUM_CTAS = 160  # that fill the SMs
 
 
 def plan_for(
@@ -207,20 +202,36 @@ def plan_for(
     *,
     is_gate_up: bool = False,
     has_norm: bool = False,
-) -> Plan:
+) -> Plan | WidePlan:
     """The plan for x [num_rows, in_features] and a weight [out_features, in_features]."""
+    if num_rows > MOST_FEW_ROWS:
+        return _wide_plan(kind, num_rows, out_features, in_features, is_gate_up)
     norm = num_rows if has_norm else 0
-    measured = _MEASURED.get((out_features, in_features), {})
-    for width, plan in measured.items():
+    for width, plan in _FEW_ROWS.get((out_features, in_features), {}).items():
         if num_rows <= width:
             stages = min(plan.stages, _MAX_NORM_STAGES) if norm and is_gate_up else plan.stages
             return replace(plan, stages=stages, norm=norm)
-    cols = next((width for width in _WIDTHS if num_rows <= width), _WIDTHS[-1])
-    warpgroups = 1 if cols <= 32 else 2
+    cols = next(width for width in _WIDTHS if num_rows <= width)
+    split = 1 if is_gate_up else _split(kind, out_features, in_features)
+    return Plan(cols, 1, 6, split, norm=norm)
+
+
+def _wide_plan(
+    kind: Kind, num_rows: int, out_features: int, in_features: int, is_gate_up: bool
+) -> WidePlan:
+    measured = _MANY_ROWS.get((kind, out_features, in_features), {})
+    for most, plan in measured.items():
+        if num_rows <= most:
+            return plan
+    split = 1 if is_gate_up else _split(kind, out_features, in_features)
+    row_groups = 1 if num_rows <= ROWS_PER_TILE else 2
+    return WidePlan(64, row_groups, 1, 4, split, blocks_per_sm=2)
+
+
+def _split(kind: Kind, out_features: int, in_features: int) -> int:
+    """Parts of K that make about as many CTAs of 64 rows as fill the SMs."""
     num_blocks = ceil_div(in_features, 128) * (1 if kind == "bsfp8" else 2)
-    split = 1
-    if not is_gate_up:
-        tiles = ceil_div(out_features, ROWS_PER_TILE * warpgroups)
-        while split < 8 and tiles * split < 160 and num_blocks >= 4 * split:
-            split *= 2
-    return Plan(cols, warpgroups, 6 if warpgroups == 1 else 4, split, norm=norm)
+    tiles, split = ceil_div(out_features, ROWS_PER_TILE), 1
+    while split < 8 and tiles * split < _NUM_CTAS and num_blocks >= 4 * split:
+        split *= 2
+    return split

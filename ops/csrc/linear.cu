@@ -1,4 +1,5 @@
-// out [M, N] = x [M, K] * weight [N, K]^T for few rows, at the speed the weights come from memory.
+// out [M, N] = x [M, K] * weight [N, K]^T for few rows, at the speed the weights come from memory; for
+// more, see linear_wide.cu.
 //
 // The weights are the left operand: one CTA takes 64 * WARPGROUPS of their rows (a tile is 64 rows x
 // 128 bytes of K, contiguous in memory and swizzled as the tensor cores want it) and streams them
@@ -113,15 +114,15 @@ struct Producer {
   }
 };
 
-// acc += part * (weight scale * activation scale): the sums of one block of 128, of kPart columns.
-DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[kPart / 2], int first_unit,
-                       float2 weight_scale, const float2* act_scales, int lane) {
+// acc += part * (weight scale * activation scale): the sums of one block of 128.
+DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[COLS / 2], float2 weight_scale,
+                       const float2* act_scales, int lane) {
 #pragma unroll
-  for (int unit = 0; unit < kPart / 8; ++unit) {
-    const float2 scale = act_scales[(first_unit + unit) * 4 + lane % 4];
+  for (int unit = 0; unit < kUnits; ++unit) {
+    const float2 scale = act_scales[unit * 4 + lane % 4];
     const float upper[2] = {weight_scale.x * scale.x, weight_scale.x * scale.y};
     const float lower[2] = {weight_scale.y * scale.x, weight_scale.y * scale.y};
-    float* sums = acc + (first_unit + unit) * 4;
+    float* sums = acc + unit * 4;
     sums[0] += part[unit * 4 + 0] * upper[0];
     sums[1] += part[unit * 4 + 1] * upper[1];
     sums[2] += part[unit * 4 + 2] * (GATE_UP ? lower : upper)[0];
@@ -129,17 +130,16 @@ DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[kPart / 2], i
   }
 }
 
-template <int N>
-DEVICE void multiply(float (&d)[N / 2], u32 weights, u32 activations, bool accumulate) {
+DEVICE void multiply(float (&d)[COLS / 2], u32 weights, u32 activations, bool accumulate) {
   const u64 a = tile_descriptor(weights), b = tile_descriptor(activations);
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < COLS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
+  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, COLS>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
   wgmma_commit();
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < COLS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // The sums over this CTA's part of K, in the register layout of wgmma.cuh.
@@ -147,7 +147,7 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
                     const float2* act_scales, const Problem& p, int group, int lane) {
   Stage stage;
   for (int first = 0; first < p.blocks; first += kBatch) {
-    float parts[IS_FP8 ? kBatch : 1][kPart / 2];
+    float parts[IS_FP8 ? kBatch : 1][COLS / 2];
     const Stage oldest = stage;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -156,18 +156,10 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       const u32 weights = shared.ring + stage.index * kStageBytes + group * kTileBytes;
       const u32 operand =
           shared.operand + (NORM ? (first + i) * kActBytes : stage.index * kStageBytes);
-      if constexpr (!IS_FP8) {
-        multiply<COLS>(acc, weights, operand, first + i > 0);
-      } else {
-        multiply<kPart>(parts[i], weights, operand, false);
-#pragma unroll
-        for (int unit = kPart / 8; unit < kUnits; unit += kPart / 8) {  // only where kBatch is 1
-          wgmma_wait<0>();
-          add_scaled(acc, parts[i], unit - kPart / 8, tile_scales[first * WARPGROUPS + group],
-                     act_scales + stage.index * (COLS / 2), lane);
-          multiply<kPart>(parts[i], weights, operand + unit * 1024, false);
-        }
-      }
+      if constexpr (IS_FP8)
+        multiply(parts[i], weights, operand, false);
+      else
+        multiply(acc, weights, operand, first + i > 0);
       stage.advance();
     }
     wgmma_wait<0>();
@@ -176,7 +168,7 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
     for (int i = 0; i < kBatch; ++i) {
       if (first + i >= p.blocks) break;
       if constexpr (IS_FP8)
-        add_scaled(acc, parts[i], kUnits - kPart / 8, tile_scales[(first + i) * WARPGROUPS + group],
+        add_scaled(acc, parts[i], tile_scales[(first + i) * WARPGROUPS + group],
                    act_scales + (NORM ? first + i : done.index) * (COLS / 2), lane);
       __syncwarp();
       if (lane == 0) barrier_arrive(shared.empty + done.index * 8);

@@ -27,12 +27,9 @@ static_assert(kRows / 8 % SPLIT == 0, "every rank finishes as many rows");
 static_assert(!kExchangesInRing ||
                   kExchangeOffset + kExchangeBytes <= STAGES * kStageBytes,
               "the ring is too short");
-// Columns whose block sums are held at once, for want of registers.
-constexpr int kPart = IS_FP8 && COLS > 64 ? COLS / 2 : COLS;
 // Blocks of K multiplied before their sums are taken: hides the latency where a block is little work.
-constexpr int kBatch = STAGES < 4 ? 1 : COLS <= 8 ? 4 : COLS <= 32 ? 2 : 1;
+constexpr int kBatch = STAGES < 4 ? 1 : COLS <= 8 ? 4 : 2;
 
-static_assert(kPart == COLS || (!NORM && kBatch == 1), "halves are for many rows");
 static_assert(NORM <= COLS && COLS % 8 == 0, "rows to normalise");
 
 DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }

@@ -11,7 +11,7 @@ struct Upcoming {
   const u8* tiles;  // [row tiles, num_blocks, 8192], or null
   int row_tiles, num_blocks;
   int split;   // parts of K that different CTAs take
-  int blocks;  // of each part: the first ones are asked for
+  int first, blocks;  // of each part: those that are asked for
 };
 
 // One thread of every CTA calls this.
@@ -20,8 +20,9 @@ DEVICE void prefetch_upcoming(const Upcoming& next) {
   const int cta = blockIdx.y * gridDim.x + blockIdx.x, num_ctas = gridDim.x * gridDim.y;
   for (int i = cta; i < parts; i += num_ctas) {
     const int rank = i % next.split;
-    const int begin = rank * next.num_blocks / next.split;
+    const int begin = rank * next.num_blocks / next.split + next.first;
     const int end = min(begin + next.blocks, (rank + 1) * next.num_blocks / next.split);
+    if (begin >= end) continue;
     const u8* source =
         next.tiles + (static_cast<i64>(i / next.split) * next.num_blocks + begin) * 8192;
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"((end - begin) * 8192)

@@ -187,25 +187,31 @@ def test_every_plan_fits_an_sm():
         shared = plan.shared_bytes(kind == "bsfp8", up, blocks)
         assert shared <= 227 * 1024, (plan, n, k)
         tiles = -(-n // 256) * 4 if up else -(-n // 128) * 2
-        assert tiles % plan.warpgroups == 0, (plan, n)
-        assert plan.split <= min(blocks, 8) and plan.cluster(up, kind == "bsfp8") <= 8
-        assert plan.norm == 0 or num_rows <= plan.norm <= plan.cols, (plan, num_rows)
+        cluster = plan.cluster(up, kind == "bsfp8")
+        assert plan.split <= min(blocks, 8) and cluster <= 8
+        assert plan.num_ctas(tiles, cluster) % cluster == 0, (plan, n)
+        if isinstance(plan, Plan):
+            assert plan.norm == 0 or num_rows <= plan.norm <= plan.cols, (plan, num_rows)
 
 
 def variants():
-    """Defines of every variant in use."""
+    """Kernel and defines of every variant in use."""
     unique = {
-        tuple(plan.defines(kind == "bsfp8", up, k).items()) for plan, kind, _, k, _, up in plans()
+        (plan.kernel, *plan.defines(kind == "bsfp8", up, k).items())
+        for plan, kind, _, k, _, up in plans()
     }
-    return [dict(variant) for variant in sorted(unique)]
+    return [(name, dict(defines)) for name, *defines in sorted(unique)]
 
 
 def test_variants_of_every_kind_and_width_compile():
     pytest.importorskip("cuda.bindings.nvrtc")
-    by_width = {(v["IS_FP8"], v["GATE_UP"], v["COLS"], v["NORM"] > 0): v for v in variants()}
+    by_width = {
+        (name, v["IS_FP8"], v["GATE_UP"], v.get("COLS", v.get("WIDTH")), v.get("NORM", 0) > 0): v
+        for name, v in variants()
+    }
     assert len(by_width) > 20
-    for defines in by_width.values():
-        assert nvrtc.compile_source("linear.cu", "sm_90a", defines)[:4] == b"\x7fELF"
+    for (name, *_), defines in by_width.items():
+        assert nvrtc.compile_source(f"{name}.cu", "sm_90a", defines)[:4] == b"\x7fELF"
 
 
 def poisoned_launch(x, weight, num_features, **options):
@@ -359,7 +365,7 @@ def test_replay_equals_eager(kind, num_rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
 @pytest.mark.parametrize("warpgroups", [1, 2])
-@pytest.mark.parametrize("cols", [8, 64, 96, 128])
+@pytest.mark.parametrize("cols", [8, 16, 32])
 def test_every_way_to_cut_k_gives_the_same_sums(cols, warpgroups, split):
     for kind in ("bf16", "bsfp8"):
         weight = random_weight(512, 832, "cuda")
@@ -371,7 +377,7 @@ def test_every_way_to_cut_k_gives_the_same_sums(cols, warpgroups, split):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("warpgroups", [1, 2])
-@pytest.mark.parametrize("cols", [8, 32, 64, 96, 128])
+@pytest.mark.parametrize("cols", [8, 16, 32])
 def test_every_number_of_ctas_that_quantise_together(cols, warpgroups):
     """The group of 128 features is shared by two CTAs or four."""
     weight = random_weight(1536, 1664, "cuda")
