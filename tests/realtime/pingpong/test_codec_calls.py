@@ -8,8 +8,6 @@ import torch
 from realtime.pingpong.codec_calls import CodecRunner
 from tests.model.test_codec_fused import KERNEL_CONFIG, build, random_codes
 
-NUM_SLOTS = 3
-
 
 def random_calls(runner, codes, seed):
     """PCM by slot, its frames cut into calls at random and called for in any company."""
