@@ -56,10 +56,10 @@ def file(record: Path, root: Path = ROOT) -> str | None:
     contents = record.read_text("utf-8")
     software = json.loads(contents)["software"]
     commit = commit_of(software["sources"], root)
-    known = json.dumps(software["commit"])
-    assert contents.count(f'"commit": {known}') == 1, record
-    filed = contents.replace(f'"commit": {known}', f'"commit": {json.dumps(commit)}')
-    record.write_text(filed, encoding="utf-8")
+    start, known = contents.index('"software"'), f'"commit": {json.dumps(software["commit"])}'
+    assert known in contents[start:], record  # a turn's times have a commit too, but no string
+    filed = contents[start:].replace(known, f'"commit": {json.dumps(commit)}', 1)
+    record.write_text(contents[:start] + filed, encoding="utf-8")
     return commit
 
 
