@@ -27,6 +27,7 @@ from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.api import EngineInfo
 from realtime.pingpong.clip_process import read_clip_apart
 from realtime.pingpong.decode import DecodeLoop
+from realtime.pingpong.hand_over import HandOver
 from realtime.pingpong.memory import memory_of, pool_pages
 from realtime.pingpong.messages import (
     CancelTurn,
@@ -113,10 +114,14 @@ class PingPongEngine:
                 self._cache,
                 self._slots,
                 emit=lambda event: self._vocode.inbox.put(event),
-                join=lambda join: self._decode.inbox.put(join),
+                hand_over=HandOver(
+                    model.device,
+                    join=lambda join: self._decode.inbox.put(join),
+                    max_frames=model.serving.max_frames,
+                    max_riders=self._decode.frames.max_riders,
+                    num_ridden=lambda: self._decode.num_ridden,
+                ),
                 chunk_positions=config.chunk_positions,
-                max_riders=self._decode.frames.max_riders,
-                num_ridden=lambda: self._decode.num_ridden,
             )
         self._weight_bytes = {
             "weight_bytes": model.dual_ar.nbytes,
@@ -253,7 +258,8 @@ class PingPongEngine:
 
     def _warm_voice(self, voice: VoicePrompt) -> None:
         try:
-            self._prefill.warm_up(voice)  # `/ready` promises it
+            rows = self._prefill.checked_prefix_rows((voice,), "")
+            self._prefill.kv.warm_up(rows)  # `/ready` promises it
         except PromptError as error:
             has_more = self._cache.max_len < self._model.dual_ar.config.slow.max_len
             way_out = f", or raise --max-context ({self._cache.max_len} now)" if has_more else ""

@@ -19,6 +19,7 @@ from model.errors import PromptError
 from model.kv_cache import KVCache
 from model.speech_model import SpeechModel
 from realtime.pingpong.device import PREFILL_PRIORITY, Event, stream_scope
+from realtime.pingpong.hand_over import HandOver
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.kv_writer import KvWriter
 from realtime.pingpong.messages import (
@@ -38,11 +39,10 @@ from realtime.pingpong.messages import (
     VoicePrompt,
 )
 from realtime.pingpong.messages import Event as EngineEvent
-from realtime.pingpong.prefill_rows import Piece
 from realtime.pingpong.prefix_cache import prefix_key
 from realtime.pingpong.prompt_rows import PromptRows, num_common
 from realtime.pingpong.slots import Slots
-from realtime.pingpong.steps import Join, Returned
+from realtime.pingpong.steps import Returned
 from realtime.pingpong.tenants import (
     CONTEXT_WAITS,
     NOTHING_TO_DO,
@@ -56,7 +56,6 @@ from realtime.pingpong.tenants import (
 logger = logging.getLogger(__name__)
 
 _SETTLE_NS = 2_000_000  # a text and its commit come 0.3 ms apart, an LLM's words ten times that
-_RIDE_WITHIN = 2  # steps
 MAX_WAITING_COMMANDS = 256  # of one slot, a long text's; its neighbours have room of their own
 
 
@@ -69,25 +68,15 @@ class PrefillLoop:
         cache: KVCache,
         slots: Slots,
         emit: Callable[[EngineEvent], None],
-        join: Callable[[Join], None],
+        hand_over: HandOver,
         chunk_positions: int | None,
-        max_riders: int = 0,
-        num_ridden: Callable[[], int] = lambda: 0,
     ) -> None:
-        """
-        Args:
-            max_riders: prompt rows that one step of decode takes along.
-            num_ridden: how many have been taken along so far.
-        """
         # A slot's share: its commands, one more that closes it, and its return from decode.
         share = MAX_WAITING_COMMANDS + 2
         self.inbox: Mailbox[Command | Returned] = Mailbox(max_items=share * slots.num_slots)
         self._model = model
         self._emit = emit
-        self._join = join
-        self._max_riders = max_riders
-        self._num_ridden = num_ridden
-        self._num_riders = 0  # handed to decode so far
+        self.hand_over = hand_over
         self._rows = PromptRows(model, cache.max_len)
         self._tenants: dict[int, Tenant] = {}  # served longest ago first
         self._active: dict[int, Tenant] = {}  # those with something to do, and a few more
@@ -284,23 +273,13 @@ class PrefillLoop:
 
     def _can_go_on(self, tenant: Tenant) -> bool:
         is_wanted = tenant.urgency() != NOTHING_TO_DO and self.kv.is_able(tenant)
-        return is_wanted and self._settles_in_ns(tenant) <= 0
-
-    def _settles_in_ns(self, tenant: Tenant) -> int:
-        """How long text that grows may still change before its prefill is worth a call: who sends a
-        text and its commit at once gets one call instead of two that follow each other."""
-        turn = tenant.turn
-        if not self.settle_ns or turn is None or turn.current is None or turn.current.is_closed:
-            return 0
-        return turn.current.changed_ns + self.settle_ns - time.perf_counter_ns()
+        return is_wanted and tenant.settles_in_ns(self.settle_ns) <= 0
 
     def _sleep_s(self, wait_s: float | None) -> float | None:
         """Until somebody's text has settled, if that is sooner."""
-        settling = [self._settles_in_ns(tenant) for tenant in self._active.values()]
-        soonest = min((ns for ns in settling if ns > 0), default=None)
-        if soonest is None:
-            return wait_s
-        return soonest / 1e9 if wait_s is None else min(wait_s, soonest / 1e9)
+        settling = (tenant.settles_in_ns(self.settle_ns) for tenant in self._active.values())
+        waits_s = [ns / 1e9 for ns in settling if ns > 0]
+        return min(waits_s + ([] if wait_s is None else [wait_s]), default=None)
 
     def _has_been_served(self, tenant: Tenant) -> None:
         """Its next piece of work comes after its neighbours'."""
@@ -333,34 +312,26 @@ class PrefillLoop:
         if not self.kv.reserve(tenant, length, is_urgent=segment.is_closed):
             return
         tenant.has_reserved = segment.is_closed
-        num_left = num_wanted - tenant.num_done
-        if segment.is_closed and self._may_ride(tenant, num_left):
-            self._let_ride(tenant, turn, num_left)
+        if segment.is_closed and self._lets_ride(tenant, turn, num_wanted - tenant.num_done):
             return
         stop = self.kv.next_stop(tenant.num_done, num_wanted)
         self.kv.write(tenant, tenant.rows, tenant.context_length, tenant.num_done, stop)
         tenant.num_done = max(tenant.num_done, stop)
         if segment.is_closed and tenant.num_done >= num_wanted:
-            self.kv.after(partial(self._hand_over, tenant, turn, None))
+            self.kv.after(partial(self._hand_over, tenant, turn))
 
-    def _may_ride(self, tenant: Tenant, num_rows: int) -> bool:
-        """Whether one of decode's next steps has room for the segment's last rows. Then they need no
-        call, which reads all weights for them; those of many texts are faster in calls of many rows."""
-        room = _RIDE_WITHIN * self._max_riders - (self._num_riders - self._num_ridden())
-        num_most = min(self._max_riders, room)
-        return 0 < num_rows <= num_most and not self.kv.is_in_call(tenant)
-
-    def _let_ride(self, tenant: Tenant, turn: Turn, num_rows: int) -> None:
-        assert tenant.rows is not None
-        start, stop = tenant.num_done, tenant.num_done + num_rows
-        rows = tenant.rows[:, start:stop]
-        self._num_riders += num_rows
+    def _lets_ride(self, tenant: Tenant, turn: Turn, num_rows: int) -> bool:
+        """Hand over a slot before its last rows are written, if they can ride with a step of decode."""
+        if self.kv.is_in_call(tenant) or not self.hand_over.takes_riders(num_rows):
+            return False
         self.kv.num_positions += num_rows
-        tenant.num_done = stop
-        prefilled = Event(self._model.device)
-        prefilled.record()  # also: the slot's pages are in the table
-        riders = Piece.of(tenant.slot.idx, tenant.context_length + start, rows)
-        self._hand_over(tenant, turn, riders, prefilled)
+        self.hand_over.with_riders(tenant, turn, num_rows)
+        self._has_been_served(tenant)
+        return True
+
+    def _hand_over(self, tenant: Tenant, turn: Turn, prefilled: Event) -> None:
+        self.hand_over.give(tenant, turn, prefilled)
+        self._has_been_served(tenant)
 
     def _advance_opening(self, tenant: Tenant, opening: OpenSlot) -> None:
         if tenant.opening_prefix is None:
@@ -386,10 +357,6 @@ class PrefillLoop:
     def checked_prefix_rows(self, voices: tuple[VoicePrompt, ...], prompt: str) -> Tensor:
         """See `PromptRows.prefix`. Callable on any thread."""
         return self._rows.prefix(voices, prompt)
-
-    def warm_up(self, voice: VoicePrompt) -> None:
-        """Prefill a voice's prefix and keep it for ever. Only while no slot is open."""
-        self.kv.warm_up(self._rows.prefix((voice,), ""))
 
     def _prepare(self, tenant: Tenant, turn: Turn, segment: Segment) -> None:
         """Rows of the segment as it is now; what is in the KV already and still fits is kept."""
@@ -430,28 +397,3 @@ class PrefillLoop:
         turn.next_segment += 1
         self._finish_turn_if_over(tenant)
         self._has_been_served(tenant)
-
-    def _hand_over(
-        self, tenant: Tenant, turn: Turn, riders: Piece | None, prefilled: Event
-    ) -> None:
-        assert tenant.rows is not None
-        turn.stamps_ns.setdefault("prefill_done", time.perf_counter_ns())
-        tenant.is_decoding = True
-        self._has_been_served(tenant)
-        self._join(
-            Join(
-                slot=tenant.slot,
-                turn_id=turn.turn_id,
-                segment=turn.next_segment,
-                first_frame=turn.num_frames,
-                row=tuple(tenant.rows[:, -1].tolist()),
-                position=tenant.context_length + tenant.rows.shape[1] - 1,
-                sampling=tenant.segment_sampling(turn.next_segment),
-                max_frames=self._model.serving.max_frames,
-                max_lead_ns=tenant.max_lead_ns,
-                stamps_ns=turn.stamps_ns,
-                prefilled=prefilled,
-                riders=riders,
-                ends_turn=turn.num_segments == turn.next_segment + 1,
-            )
-        )

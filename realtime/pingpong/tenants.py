@@ -1,5 +1,6 @@
 """A slot as the prefill thread knows it: its prefix, its turn, and what is in its KV."""
 
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -143,6 +144,14 @@ class Tenant:
         """It was shortened and is being made again. What was taken away altogether is made again
         when it is needed."""
         return self.key_in_kv is not None and self.num_in_kv < self.context_length
+
+    def settles_in_ns(self, settle_ns: int) -> int:
+        """How long text that grows may still change before its prefill is worth a call: who sends a
+        text and its commit at once gets one call instead of two that follow each other."""
+        segment = self.turn.current if self.turn is not None else None
+        if not settle_ns or segment is None or segment.is_closed:
+            return 0
+        return segment.changed_ns + settle_ns - time.perf_counter_ns()
 
     def urgency(self) -> int:
         if self.is_decoding:

@@ -27,7 +27,7 @@ class Calls:
             model, EngineConfig(num_slots=NUM_SLOTS, kv_page_size=8, **config)
         )
         self.prefill = self.engine._prefill
-        self.prefill._max_riders = 0  # texts are written in calls
+        self.prefill.hand_over.max_riders = 0  # texts are written in calls
         self.calls: list[list[Piece]] = []
         runner = self.prefill.kv.runner
         write = runner.write
