@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from realtime.auth import ApiKeys
-from tests.adapters.fish_support import TEXT, assert_same, decode, pcm_of
+from tests.adapters.fish_support import TEXT, assert_same, decode, pcm_of, spoken
 from tests.fakes import FakeEngine
 from tests.realtime.support import Served, make_engine, serving
 from tests.realtime.test_voices import clip
@@ -77,6 +77,7 @@ async def test_convert_and_stream(tmp_path: Path) -> None:
         config = TTSConfig(format="opus", opus_bitrate=64, prosody=Prosody(speed=2.0))
         opus = await client.tts.convert(text=TEXT, config=config)
         assert len(decode(opus)[0]) / 48_000 == pytest.approx(seconds(engine) / 2, abs=1e-3)
+        assert spoken(engine) == " ".join([TEXT] * 4)
 
 
 async def test_the_synchronous_twin(tmp_path: Path) -> None:
@@ -93,6 +94,7 @@ async def test_the_synchronous_twin(tmp_path: Path) -> None:
 
         converted, streamed, live = await asyncio.to_thread(work)
         check_pcm(converted + streamed + live, engine)
+        assert spoken(engine) == " ".join((TEXT, TEXT, "".join(SENTENCES)))
 
 
 async def test_stream_websocket(tmp_path: Path) -> None:
@@ -105,6 +107,7 @@ async def test_stream_websocket(tmp_path: Path) -> None:
         chunks = client.tts.stream_websocket(async_pieces(), format="mp3")
         audio, rate = decode(b"".join([chunk async for chunk in chunks]))
         assert len(audio) / rate == pytest.approx(seconds(engine), abs=0.06)
+        assert spoken(engine) == " ".join(["".join(SENTENCES)] * 3)
 
 
 async def test_an_iterator_that_is_left_frees_the_slot(tmp_path: Path) -> None:
@@ -201,5 +204,6 @@ async def test_the_legacy_client(tmp_path: Path) -> None:
 
         audio, live, refused, titles = await asyncio.to_thread(work)
         check_pcm(audio + live, engine)
+        assert spoken(engine) == " ".join((TEXT, "".join(SENTENCES)))
         assert refused.status == 404
         assert titles == ["tone"]

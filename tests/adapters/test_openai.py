@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from realtime.pingpong.messages import OpenSlot
+from tests.adapters.fish_support import spoken
 from tests.adapters.test_media import best_match, read
 from tests.realtime.support import TIMEOUT_S, Served, make_engine, serving
 
@@ -63,6 +64,7 @@ async def test_create(served: Served, format: Any) -> None:
         assert len(heard) == len(sent)
     assert 0 <= len(heard) - len(sent) <= 2_048
     assert best_match(heard, sent)[0] > 0.98
+    assert spoken(served.engine) == TEXT
     await served.until_free()
 
 
@@ -90,6 +92,7 @@ async def test_streaming_response_begins_before_the_speech_ends(served: Served) 
     sent = served.engine.pcm(0, 1)
     assert 0 < len(first) < 2 * len(sent) == len(data)
     assert np.abs(read(data, "pcm", 24_000) - sent).max() < 2 / 32767
+    assert spoken(served.engine) == TEXT
 
 
 async def test_server_sent_events(served: Served) -> None:
@@ -102,6 +105,7 @@ async def test_server_sent_events(served: Served) -> None:
     assert {event["type"] for event in deltas} == {"speech.audio.delta"}
     data = b"".join(base64.b64decode(event["audio"]) for event in deltas)
     assert len(data) == 2 * len(served.engine.pcm(0, 1))
+    assert spoken(served.engine) == TEXT
     num_frames = len(served.engine.emitted[0, 1])
     assert done == {
         "type": "speech.audio.done",

@@ -48,9 +48,8 @@ async def test_300_at_once_are_served_or_refused(tmp_path: Path) -> None:
 
 async def test_a_client_that_leaves_at_any_byte_of_its_request(tmp_path: Path) -> None:
     request = raw_request(ASKED)
-    cuts = [*range(0, len(request), 7), len(request) - 1, len(request)]
     async with serving(tmp_path, make_engine(tmp_path, num_slots=4)) as served:
-        for cut in cuts:
+        for cut in range(len(request) + 1):
             _, writer = await asyncio.open_connection("127.0.0.1", served.port)
             writer.write(request[:cut])
             await writer.drain()
