@@ -34,13 +34,7 @@ from ops.quantize import Kind
 from ops.sampling import Draws, sample_codebook
 
 _CONTEXT = 512
-_SECTIONS = (
-    "SpeedOfLight",
-    "MemoryWorkloadAnalysis",
-    "WarpStateStats",
-    "SchedulerStats",
-    "Occupancy",
-)
+_SECTIONS = ("SpeedOfLight", "WarpStateStats", "SchedulerStats", "Occupancy")
 _COLUMNS = {  # first of the names that there is
     "us": ("gpu__time_duration.sum", "gpu__time_duration.avg"),
     "dram_percent": (
