@@ -27,7 +27,6 @@ from realtime.pingpong.slots import Slots
 from realtime.pingpong.step_times import StepTimes
 from realtime.pingpong.steps import Join, Returned, StepBuffer, StepRow
 
-_MANY_STREAMS = 32  # 64 streams, bf16, H200: 6.9 ms a step, 8.7 with 64 riders, 9.7 with 128
 NUM_STEP_BUFFERS = 4  # between decode and vocode; decode waits when all are taken
 
 
@@ -76,7 +75,6 @@ class DecodeLoop:
         self._arriving: list[Join] = []  # prefill still runs
         self._clocks = ClockTable(num_slots)
         self._is_after_pause = True  # the step in flight
-        self._has_taken_riders = False  # with the step in flight
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
         self.num_steps = 0
         self.num_rows = 0
@@ -180,14 +178,9 @@ class DecodeLoop:
         return [ready[i] for i in chosen]
 
     def _boarding(self, streams: list[_Stream]) -> list[_Stream]:
-        """Those whose riders find room in the step, first come, first served; the others are in a
-        later one. Beside many streams few riders do not come in every step: twice as many in every
-        other one cost less."""
+        """Those whose riders find room in the step, first come, first served; the others are in the
+        next one."""
         room, boarding = self.frames.max_riders, []
-        if self._has_taken_riders and len(streams) >= _MANY_STREAMS:
-            num_waiting = sum(stream.riders.num_rows for stream in streams if stream.riders)
-            is_alone = all(stream.riders for stream in streams)
-            room = room if num_waiting >= room or is_alone else 0
         for stream in streams:
             num_riders = stream.riders.num_rows if stream.riders else 0
             if num_riders <= room:
@@ -225,7 +218,6 @@ class DecodeLoop:
         buffer.started.record()
         riders = [stream.riders for stream in streams if stream.riders]
         frame = self.frames.launch([stream.join.slot.idx for stream in streams], riders)
-        self._has_taken_riders = bool(riders)
         buffer.copied.wait_on_stream()
         buffer.first_codes(len(frame.codes)).copy_(frame.codes)
         buffer.stepped.record()

@@ -22,7 +22,9 @@ from realtime.pingpong.device import DECODE_PRIORITY, Event, Upload, host_buffer
 from realtime.pingpong.prefill_rows import Piece, RowInput
 
 _MAX_START_BYTES = 1024  # of one stream's state, with where it goes
-MAX_RIDERS = 112  # rows of prompts in a frame: two texts of 40 characters
+# Rows of prompts in a frame: two texts of 40 characters. S2 Pro, 64 streams, H200: 6.9 ms a frame in
+# bf16, 8.7 with 64 riders, 9.7 with 128; 1 stream 4.8, 5.8 and 7.1.
+MAX_RIDERS = 112
 _LEAST_RIDERS = 16  # that are worth a graph
 _KEY = 4096  # a graph's size is its riders * _KEY + its batch
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from realtime.pingpong import decode as decode_module
 from realtime.pingpong import prefill as prefill_module
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
 from realtime.pingpong.messages import EndTurn, Event, OpenSlot, SetText, SlotRef
@@ -241,52 +240,6 @@ def test_who_finds_no_room_in_two_steps_has_a_call(monkeypatch: pytest.MonkeyPat
     everybody = [first, second, third]
     assert steps == [([first, third], [first]), (everybody, [second]), (everybody, [])]
     assert stepped.engine._decode.num_ridden > 160
-
-
-def test_beside_many_streams_few_riders_come_in_every_other_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(decode_module, "_MANY_STREAMS", 3)
-    stepped = Stepped(is_packed=True)
-    first, second, third = (stepped.open(seed) for seed in range(3))
-    steps = ridden(stepped, monkeypatch)
-    for slot in (first, second):
-        stepped.say(slot)
-        stepped.prefill()
-        stepped.decode()
-    stepped.say(third)
-    stepped.prefill()
-    for _ in range(2):
-        stepped.decode()
-    assert [riders for _, riders in steps] == [[first.idx], [second.idx], [], [third.idx]]
-    assert [slots for slots, _ in steps][2] == [first.idx, second.idx], "it joins with its riders"
-
-
-def test_riders_that_fill_a_step_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_module, "_MANY_STREAMS", 1)
-    stepped = Stepped(is_packed=True)
-    slots = [stepped.open(seed) for seed in range(3)]
-    steps = ridden(stepped, monkeypatch)
-    for slot in slots:
-        stepped.say(slot, "word " * 10)  # more than 56 rows: one of them a step
-        stepped.prefill()
-    for _ in range(4):
-        stepped.decode()
-    first, second, third = (slot.idx for slot in slots)
-    assert [riders for _, riders in steps] == [[first], [second], [], [third]]
-
-
-def test_riders_without_anybody_beside_them_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_module, "_MANY_STREAMS", 1)
-    stepped = Stepped(is_packed=True)
-    first, second = (stepped.open(seed) for seed in range(2))
-    steps = ridden(stepped, monkeypatch)
-    for slot in (first, second):
-        stepped.say(slot)
-        stepped.prefill()
-        stepped.decode()
-        stepped.engine.slots.bump(slot)
-    assert [riders for _, riders in steps] == [[first.idx], [second.idx]]
 
 
 def test_who_is_gone_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
