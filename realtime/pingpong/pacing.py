@@ -11,7 +11,6 @@ from realtime.pingpong.messages import SlotRef
 
 _LEAST_LEAD_NS = 20_000_000  # what a call, the encoder and the socket may take; no chunk waits then
 _URGENT_LEAD_NS = 100_000_000
-_FAR_LEAD_NS = 1_000_000_000
 _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
 
 
@@ -124,7 +123,7 @@ def next_call(
 
     A slot is due when the frames for a chunk twice as large would come too late for its listener.
     So the first packet leaves after the first frame, and a stream with something in hand soon has
-    the largest chunks; far ahead, those wait until they fill a call.
+    the largest chunks.
 
     Args:
         waiting: by slot.
@@ -139,15 +138,10 @@ def next_call(
             due[slot] = chunk
         else:
             waits.append(wait_ns)
-    patient = [slot for slot in due if _is_patient(waiting[slot], max_chunk)]
-    if len(patient) < max_streams(max_chunk):  # or they make a call
-        waits += [waiting[slot].lead_ns - _FAR_LEAD_NS + 1 for slot in patient]
-    else:
-        patient = []
-    if len(patient) == len(due):
+    if not due:
         return CallPlan(0, [], min(waits) if waits else None)
     by_deadline = sorted(due, key=lambda slot: waiting[slot].lead_ns)
-    first = next(slot for slot in by_deadline if slot not in patient)
+    first = by_deadline[0]
     chunk = due[first]
     slots = [slot for slot in by_deadline if _fits(waiting[slot], due[slot], chunk)]
     is_urgent = waiting[first].lead_ns < _URGENT_LEAD_NS
@@ -167,12 +161,6 @@ def _chunk_of(item: Waiting, max_chunk: int) -> tuple[int, int]:
     if item.is_last or chunk == max_chunk:
         return chunk, 0
     return chunk, item.lead_ns - _enough_ns(2 * chunk - item.num_frames, item.interval_ns)
-
-
-def _is_patient(item: Waiting, max_chunk: int) -> bool:
-    """A slot that joins calls, but that none is made for."""
-    is_far = item.lead_ns >= _FAR_LEAD_NS and item.num_frames < 2 * max_chunk
-    return is_far and not item.is_last and max_chunk > 1
 
 
 def _climbs(item: Waiting, chunk: int, max_chunk: int) -> bool:

@@ -113,16 +113,6 @@ def test_who_cannot_wait_for_a_whole_chunk_joins_smaller_calls():
     assert plan({0: climbing, 1: paced(8, FRAME)})[:2] == (8, [1])
 
 
-def test_far_ahead_chunks_wait_until_they_fill_a_call():
-    far = {slot: paced(8, FAR) for slot in range(4)}
-    assert not plan(far, max_streams=lambda _: 5).slots
-    assert plan(far, max_streams=lambda _: 4)[:2] == (8, [0, 1, 2, 3])
-    assert plan(far | {4: paced(8, 900 * MS)}, max_streams=lambda _: 8)[:2] == (8, [4, 0, 1, 2, 3])
-    assert plan({0: paced(16, FAR)}, max_streams=lambda _: 8)[:2] == (8, [0])
-    assert plan(far | {4: paced(1, 0)}, max_streams=lambda _: 8)[:2] == (1, [4])
-    assert plan({0: paced(8, 1_100 * MS)}).due_in_ns == 100 * MS + 1
-
-
 def test_the_tail_of_a_stream_is_one_call_or_part_of_a_larger_one():
     tail = paced(5, FAR, is_last=True, is_tail=True)
     assert plan({0: tail})[:2] == (8, [0])
