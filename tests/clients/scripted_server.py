@@ -27,6 +27,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 from websockets.typing import Subprotocol
 
+from clients import Session, connect
 from realtime.wire import (
     PACKET_MS,
     SUBPROTOCOL,
@@ -170,6 +171,16 @@ async def scripted_server(
         yield scripted
     if scripted.failures:
         raise scripted.failures[0]
+
+
+@asynccontextmanager
+async def session_with(script: Script) -> AsyncIterator[Session]:
+    """A session in PCM whose server does what the script says."""
+    async with (
+        scripted_server(script) as server,
+        connect(server.url, format=PCM_FORMAT) as session,
+    ):
+        yield session
 
 
 def respond(status: int, body: str = "", headers: dict[str, str] | None = None) -> Response:

@@ -5,7 +5,14 @@ from collections.abc import AsyncIterator
 
 from clients import TurnCancelled, TurnText, Warn, connect
 from realtime.wire import TextAppend, TurnCancel, TurnCommit, TurnMetrics
-from tests.clients.scripted_server import PACKET, PCM_FORMAT, Peer, scripted_server, talker
+from tests.clients.scripted_server import (
+    PACKET,
+    PCM_FORMAT,
+    Peer,
+    scripted_server,
+    session_with,
+    talker,
+)
 
 
 async def test_cancel_gives_the_account_and_late_audio_is_dropped() -> None:
@@ -27,10 +34,7 @@ async def test_cancel_gives_the_account_and_late_audio_is_dropped() -> None:
         await peer.done(2, 1)
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         speech = session.say("Hello")
         seen = 0
         async for _ in speech:
@@ -87,10 +91,7 @@ async def test_cancel_after_done_while_it_still_plays() -> None:
         )
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         speech = session.say("Hello")
         assert len([packet async for packet in speech]) == 1
         account = await speech.turn.cancel(played_ms=9.0)
@@ -110,10 +111,7 @@ async def test_a_cancelled_turn_has_the_metrics_that_the_server_tells() -> None:
         await peer.send(account.model_copy(update={"metrics": metrics}))
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         turn = session.turn()
         await turn.append("Hello")
         await turn.cancel()
@@ -133,10 +131,7 @@ async def test_done_that_crosses_a_cancel_ends_in_the_account() -> None:
         )
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         turn = session.turn()
         await turn.append("Hello")
         await turn.commit()
@@ -157,10 +152,7 @@ async def test_cancel_of_what_the_server_has_forgotten_is_accounted_here() -> No
         await peer.send(Warn(code="unknown_turn", message="not open", turn_id=1))
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         speech = session.say("One. Two.")
         assert len([packet async for packet in speech]) == 2
         account = await speech.turn.cancel(played_ms=25.0)

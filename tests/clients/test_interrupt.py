@@ -2,7 +2,7 @@
 
 from clients import ConnectionLost, TurnCancelled, TurnDone, connect
 from realtime.wire import AudioFormat, TextAppend, TurnCancel, TurnCommit, TurnText
-from tests.clients.scripted_server import Peer, scripted_server, talker
+from tests.clients.scripted_server import Peer, scripted_server, session_with, talker
 
 PCM_FORMAT = AudioFormat(codec="pcm_s16le")
 P = b"\0\0" * 480
@@ -81,10 +81,7 @@ async def test_what_still_plays_after_the_connection_is_lost_is_accounted_here()
         await peer.expect(TextAppend)
         await peer.socket.close(1011)
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         said = session.say("One. Two.")
         assert len([packet async for packet in said]) == 2
         lost = session.turn()

@@ -34,6 +34,7 @@ from tests.clients.scripted_server import (
     done,
     ready,
     scripted_server,
+    session_with,
     talker,
 )
 
@@ -157,10 +158,7 @@ async def test_interleaved_turns_each_get_their_own() -> None:
     async def collect(speech) -> list[bytes]:
         return [packet.payload async for packet in speech]
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         first, second = await asyncio.gather(
             collect(session.say("first")), collect(session.say("second"))
         )

@@ -13,6 +13,7 @@ from tests.clients.scripted_server import (
     PCM_FORMAT,
     Peer,
     scripted_server,
+    session_with,
     talker,
 )
 
@@ -25,10 +26,7 @@ async def test_text_that_came_too_fast_says_when_to_come_back() -> None:
         await peer.send(refusal.model_copy(update={"retry_after_ms": 1500}))
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         with pytest.raises(CapacityError) as refused:
             async for _ in session.say("Hello"):
                 pass
@@ -63,10 +61,7 @@ async def test_an_error_of_a_turn_is_raised_there_and_the_session_goes_on(code, 
         await peer.done(2, 1)
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         speech = session.say("Hello")
         with pytest.raises(kind) as raised:
             async for _ in speech:
@@ -106,10 +101,7 @@ async def test_a_turn_that_an_error_without_a_turn_ended_is_cancelled_and_the_ne
         await peer.send(Error(code="text_too_long", message="turn 1: too long"))
         await peer.expect(SessionClose)
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         turn = session.turn()
         await turn.append("Hello")
         with pytest.raises(SessionError, match="too long"):
@@ -226,10 +218,7 @@ async def test_missing_packets_are_an_error(seqs, num_packets) -> None:
         await peer.done(1, num_packets)
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         with pytest.raises(ProtocolError, match="audio_gap"):
             async for _ in session.say("Hello"):
                 pass
@@ -251,10 +240,7 @@ async def test_a_turn_that_nobody_reads_fails_alone(monkeypatch) -> None:
         await peer.until_closed()
 
     monkeypatch.setattr("clients.session.MAX_BUFFERED_EVENTS", 4)
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-    ):
+    async with session_with(script) as session:
         unread = session.turn()
         await unread.append("Hello")
         await overflowed.wait()
