@@ -67,6 +67,7 @@ CLEARNESS = (0.0, 1.0, 2.0, 4.0)  # margins in units of that error, for the rate
 # Of the logits' relative error. A trained model keeps that of a single product, 0.037: measured 0.03, and
 # 0.018 of 8-bit keys and values alone.
 TRAINED_BOUND = 0.05
+RANDOM_KV_BOUND = 0.1  # of 8-bit keys and values alone; measured 0.036 (3 layers), 0.069 (S2 Pro)
 _BLOCK_ERROR, _LAYER_ERROR, _ALLOWANCE = 0.114, 0.0202, 1.1
 
 
@@ -156,7 +157,8 @@ def judge(
     chosen = [] if is_random(name) else read_inputs()
     model = load(name, "bf16", device)
     prompts = prompts_of(chosen) if chosen else _random_prompts(model.config)
-    bound = TRAINED_BOUND if chosen else random_bound(model.config.slow.num_layers)
+    bound = RANDOM_KV_BOUND if kind == "bf16" else random_bound(model.config.slow.num_layers)
+    bound = TRAINED_BOUND if chosen else bound
     size = batch or len(prompts)
     parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     expected = Decoded.cat([Inputs(model, part).decode() for part in parts])

@@ -15,7 +15,7 @@ from bench_ttfa.gate_inputs import (
     prompts_of,
     read_inputs,
 )
-from bench_ttfa.gate_quantised import EMBEDDED, SURE_LEAD, judge, main
+from bench_ttfa.gate_quantised import EMBEDDED, RANDOM_KV_BOUND, SURE_LEAD, judge, main
 from model import dual_ar_cuda
 from model.embedded import embedded_path
 from model.speech_model import load_speech_model
@@ -64,6 +64,14 @@ def test_random_weights_are_judged_by_their_logits(tmp_path, capsys):
     assert not verdict["problems"] and 0 < verdict["logit_error"] < 0.18
     assert sum(count for _, count, _ in verdict["equal_by_margin"]) == 12 * NUM_FRAMES
     assert "equal by margin from 0:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("model", "most"), [(EMBEDDED, 0.03), ("random:tiny", RANDOM_KV_BOUND)])
+def test_8_bit_keys_and_values_are_judged_as_well(model, most):
+    verdict = judge(model, CPU, "bf16", "fp8")
+    print(f"\n{verdict}")
+    assert not verdict.problems
+    assert 0.005 < verdict.logit_error < most < 0.15  # it is 8 bits, and less than those of weights
 
 
 @pytest.mark.parametrize("fault", FAULTS)
