@@ -85,8 +85,8 @@ class ServerConfig:
     )
     kv_format: str = _model(
         "bf16",
-        'keys and values of contexts and voices: "bf16", or "fp8", 8 bits with a scale for each row '
-        "of a head: twice the contexts in the same memory, read in half the time",
+        'keys and values of contexts and voices: "bf16", or "fp8", 8 bits: twice the contexts in '
+        "the same memory, and faster where many stream at once",
     )
     kv_fraction: float = _model(
         0.8, "share of the GPU memory left beside the weights that contexts and voices may fill"
