@@ -34,7 +34,6 @@ from ops.quantize import (
 from ops.reference_fp8 import ceil_div
 
 _BOX_BYTES = 128  # of K, fetched at once
-UPCOMING_BYTES = 16 << 20  # of the next linear's weights, asked into the L2
 
 Input = Activation | PendingNorm
 
@@ -45,7 +44,6 @@ def linear(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    upcoming: PackedWeight | None = None,
 ) -> Tensor:
     """x @ weight.T + bias + residual: [M, K] -> bf16 [M, N].
 
@@ -55,7 +53,6 @@ def linear(
         x: bf16 for a weight of kind "bf16", `BlockScaled` for "bsfp8"; or a norm of that kind.
         bias: [N].
         residual: [M, N].
-        upcoming: of the next linear over as many rows: a hint, it changes no result.
     """
     assert not weight.is_gate_up, "gate and up rows are interleaved: gate_up_swiglu"
     _check_input(x, weight)
@@ -67,17 +64,14 @@ def linear(
         if extra is not None:
             assert extra.dtype == torch.bfloat16 and extra.is_contiguous(), (name, extra.dtype)
             assert extra.shape == shape, (name, extra.shape, shape)
-    launch(x, weight, out, bias=bias, residual=residual, upcoming=upcoming)
+    launch(x, weight, out, bias=bias, residual=residual)
     return out
 
 
-def gate_up_swiglu(
-    x: Input, weight: PackedWeight, *, upcoming: PackedWeight | None = None
-) -> Activation:
+def gate_up_swiglu(x: Input, weight: PackedWeight) -> Activation:
     """silu(x @ gate.T) * (x @ up.T): [M, K] -> [M, F], of the weight's kind ("bsfp8": quantised).
 
     Rounded to bf16 where separate ops would: gate, up, silu, and the product before it is quantised.
-    `upcoming` as for `linear`.
     """
     assert weight.is_gate_up, "packed without is_gate_up"
     _check_input(x, weight)
@@ -87,10 +81,10 @@ def gate_up_swiglu(
         return activated if weight.kind == "bf16" else quantize_rows(activated)
     if weight.kind == "bf16":
         out = torch.empty(x.shape[0], num_features, dtype=torch.bfloat16, device=x.device)
-        launch(x, weight, out, upcoming=upcoming)
+        launch(x, weight, out)
         return out
     scaled = empty_block_scaled(x.shape[0], num_features, x.device)
-    launch(x, weight, scaled, upcoming=upcoming)
+    launch(x, weight, scaled)
     return scaled
 
 
@@ -112,7 +106,6 @@ def launch(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    upcoming: PackedWeight | None = None,
     plan: Plan | WidePlan | None = None,
 ) -> None:
     """Enqueue the kernel, with the plan for this shape unless another is given."""
@@ -133,7 +126,6 @@ def launch(
             weight.tile_scale,
             scale,
             _output(out, bias, residual),
-            _upcoming(upcoming, x.shape[0]),
             k_tiles,
             norm if isinstance(plan, Plan) else row_tiles,
         ],
@@ -204,32 +196,8 @@ class _Output(ctypes.Structure):
     )
 
 
-class _Upcoming(ctypes.Structure):
-    """`Upcoming` of upcoming.cuh."""
-
-    _fields_ = (
-        ("tiles", ctypes.c_void_p),
-        ("row_tiles", ctypes.c_int32),
-        ("num_blocks", ctypes.c_int32),
-        ("split", ctypes.c_int32),
-        ("first", ctypes.c_int32),
-        ("blocks", ctypes.c_int32),
-    )
-
-
 _NO_NORM = _Norm()
 _NO_TENSOR_MAP = (ctypes.c_uint64 * 16)()
-
-
-def _upcoming(weight: PackedWeight | None, num_rows: int) -> _Upcoming:
-    if weight is None:
-        return _Upcoming()
-    shape = (num_rows, weight.out_features, weight.in_features)
-    plan = plan_for(weight.kind, *shape, is_gate_up=weight.is_gate_up)
-    row_tiles, k_tiles = weight.tiling
-    parts = row_tiles * plan.split
-    blocks = ceil_div(UPCOMING_BYTES, parts * weight.data.shape[2])
-    return _Upcoming(weight.data.data_ptr(), row_tiles, k_tiles, plan.split, plan.stages, blocks)
 
 
 def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _Output:

@@ -186,9 +186,25 @@ _MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
         64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
         128: WidePlan(96, 2, 1, 7, 4),
     },
-    ("bf16", 2560, 4096): {64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2)},
-    ("bf16", 19456, 2560): {64: WidePlan(32, 1, 2, 4, blocks_per_sm=3)},
-    ("bf16", 2560, 9728): {64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2)},
+    ("bf16", 6144, 2560): {
+        64: WidePlan(64, 1, 1, 6, 2, blocks_per_sm=2),
+        128: WidePlan(64, 2, 1, 4, 2, blocks_per_sm=2),
+    },
+    ("bf16", 2560, 4096): {
+        64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
+        128: WidePlan(64, 2, 1, 4, 4, blocks_per_sm=2),
+    },
+    ("bf16", 19456, 2560): {
+        64: WidePlan(32, 1, 2, 4, blocks_per_sm=3),
+        128: WidePlan(96, 2, 1, 3, blocks_per_sm=2),
+    },
+    ("bf16", 2560, 9728): {
+        64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
+        128: WidePlan(88, 2, 2, 5, 8),
+    },
+    # The heads: 4096 codes, and with the end token.
+    ("bf16", 4096, 2560): {64: WidePlan(64, 1, 1, 14, 2), 128: WidePlan(64, 2, 1, 9, 2)},
+    ("bf16", 4097, 2560): {64: WidePlan(64, 1, 1, 14, 2), 128: WidePlan(64, 2, 1, 9, 2)},
 }
 _MAX_NORM_STAGES = 5  # of gate_up: x takes shared memory too, and three CTAs are to fit an SM
 _NUM_CTAS = 160  # that fill the SMs

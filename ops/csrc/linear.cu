@@ -18,7 +18,6 @@
 
 #include "linear_epilogue.cuh"
 #include "linear_norm.cuh"
-#include "upcoming.cuh"
 
 namespace {
 
@@ -223,8 +222,7 @@ DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, cons
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     linear(const __grid_constant__ TensorMap map, const u8* tiles, const float2* tile_scales,
-           const float* act_scales, Output output, Upcoming upcoming, int num_blocks,
-           NormInput norm) {
+           const float* act_scales, Output output, int num_blocks, NormInput norm) {
   extern __shared__ __align__(1024) u8 ring[];
   const int most_blocks = (num_blocks + SPLIT - 1) / SPLIT;
   u8* operand = NORM ? ring + STAGES * kStageBytes : ring + kWeightBytes;
@@ -257,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   __syncthreads();
   if (kCluster > 1 && !kExchangesInRing) cluster_arrive();  // this CTA runs, its exchange is there
   if (warp == kConsumers / 32) {
-    if (is_producer) producer.fill(), producer.refill(), prefetch_upcoming(upcoming);
+    if (is_producer) producer.fill(), producer.refill();
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();
     return;

@@ -17,7 +17,6 @@
 // have registers for).
 
 #include "linear_wide_epilogue.cuh"
-#include "upcoming.cuh"
 
 namespace {
 
@@ -214,7 +213,7 @@ DEVICE void finish(const float (&acc)[WIDTH / 2], u32* maxima, u8* ring, const O
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     linear_wide(const __grid_constant__ TensorMap map, const u8* tiles, const float* tile_scales,
-                const float* act_scales, Output output, Upcoming upcoming, int num_blocks,
+                const float* act_scales, Output output, int num_blocks,
                 int row_tiles) {
   extern __shared__ __align__(1024) u8 ring[];
   float* scales = reinterpret_cast<float*>(ring + STAGES * kStageBytes);
@@ -247,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   __syncthreads();
   if (kQuantises && kCluster > 1) cluster_arrive();  // this CTA runs, its maxima are zeros
   if (warp == kConsumers / 32) {
-    if (is_producer) producer.run(), prefetch_upcoming(upcoming);
+    if (is_producer) producer.run();
     __syncwarp();
     if (kCluster > 1) open_exchange(), close_exchange();
     return;

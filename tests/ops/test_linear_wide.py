@@ -140,8 +140,8 @@ def test_replay_of_wide_kernels_equals_eager(kind):
         h = x
         for _ in range(4):
             rows = activation(h, kind)
-            hidden = poisoned_launch(rows, gate_up, 1024, plan=plans[0], upcoming=down)
-            h = poisoned_launch(hidden, down, 512, plan=plans[1], residual=h, upcoming=gate_up)
+            hidden = poisoned_launch(rows, gate_up, 1024, plan=plans[0])
+            h = poisoned_launch(hidden, down, 512, plan=plans[1], residual=h)
         return h
 
     step()
