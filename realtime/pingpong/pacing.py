@@ -102,8 +102,8 @@ class Waiting(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """The codec's next call: `chunk` frames of each of `slots`, the most urgent first; fewer of
-    those whose tail it is. Without slots nothing is due before `due_in_ns`; None: before there are
+    """The codec's next call: `chunk` frames of each of `slots`, the most urgent first, and fewer of
+    a slot whose tail it is. Without slots nothing is due before `due_in_ns`; None: before there are
     more frames."""
 
     chunk: int
@@ -142,14 +142,11 @@ def next_call(
         return CallPlan(0, [], min(waits) if waits else None)
     by_deadline = sorted(due, key=lambda slot: waiting[slot].lead_ns)
     first = by_deadline[0]
-    chunk = due[first]
+    chunk, is_urgent = due[first], waiting[first].lead_ns < _URGENT_LEAD_NS
     slots = [slot for slot in by_deadline if _fits(waiting[slot], due[slot], chunk)]
-    is_urgent = waiting[first].lead_ns < _URGENT_LEAD_NS
-    slots += [
-        slot
-        for slot, item in waiting.items()
-        if slot not in slots and chunk < max_chunk and _climbs(item, chunk, max_chunk)
-    ]
+    if chunk < max_chunk:
+        others = waiting.keys() - set(slots)
+        slots += [slot for slot in others if _climbs(waiting[slot], chunk, max_chunk)]
     return CallPlan(chunk, slots[: max_streams(chunk)], 0, is_urgent)
 
 
