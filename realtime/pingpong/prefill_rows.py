@@ -16,7 +16,7 @@ from torch import Tensor
 from model.dual_ar import DualAR
 from model.kv_cache import KVCache
 from ops.graphs import GraphSet, Progress
-from realtime.pingpong.device import PREFILL_PRIORITY, Upload
+from realtime.pingpong.device import PREFILL_PRIORITY, Event, Upload, host_buffer
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # rows of a call, as far as the model takes them
 _MAX_ROWS_ALONE = 128  # of a model that takes the pieces one by one
@@ -36,21 +36,34 @@ class Piece(NamedTuple):
 
 
 class RowInput:
-    """Prompt rows where graphs read them: what they are, whose, and at which positions."""
+    """Prompt rows where graphs read them: what they are, whose, and at which positions. All of it is
+    one copy, from two pinned buffers in turn, each reused only after the copy made from it has run."""
 
     def __init__(self, max_rows: int, width: int, dummy_slot: int, device: torch.device) -> None:
         """`dummy_slot`: of the padding; `width`: numbers of a row."""
-        self.rows = torch.zeros(max_rows, width, dtype=torch.int32, device=device)
-        self.slots = torch.full((max_rows,), dummy_slot, device=device)
-        self.positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._dummy_slot = dummy_slot
-        self._upload = Upload(max_rows * (16 + 4 * width), device)
+        self._max_rows = max_rows
+        num_words = max_rows * (4 + width)  # two numbers of 64 bits, the others of 32
+        self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self.slots, self.positions, self.rows = self._parts(self._words)
+        self.slots.fill_(dummy_slot)
+        self._host = [host_buffer((num_words,), torch.int32, device) for _ in range(2)]
+        self._arrays = [[part.numpy() for part in self._parts(host)] for host in self._host]
+        self._copied = [Event(device) for _ in range(2)]
+        self._turn = 0
+
+    def _parts(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        size = 2 * self._max_rows
+        slots, positions, rows = words[:size], words[size : 2 * size], words[2 * size :]
+        width = len(words) // max(1, self._max_rows) - 4
+        return slots.view(torch.int64), positions.view(torch.int64), rows.view(-1, max(1, width))
 
     def put(self, pieces: Sequence[Piece], size: int) -> None:
-        """Fill the first `size` rows, in one upload; those that only the device has are zeros."""
-        slots = np.full(size, self._dummy_slot, np.int64)
-        positions = np.zeros(size, np.int64)
-        rows = np.zeros((size, self.rows.shape[1]), np.int32)
+        """Fill the first `size` rows; those that only the device has are zeros."""
+        self._turn = 1 - self._turn
+        self._copied[self._turn].wait_on_host()
+        slots, positions, rows = self._arrays[self._turn]
+        slots[:size], positions[:size], rows[:size] = self._dummy_slot, 0, 0
         begin = 0
         for piece in pieces:
             stop = begin + piece.num_rows
@@ -59,10 +72,8 @@ class RowInput:
             if piece.rows is not None:
                 rows[begin:stop] = piece.rows.t().numpy()
             begin = stop
-        *places, uploaded = self._upload(slots, positions, rows.reshape(-1))
-        for fixed, new in zip((self.slots, self.positions), places, strict=True):
-            fixed[:size].copy_(new)
-        self.rows[:size].copy_(uploaded.view(size, -1))
+        self._words.copy_(self._host[self._turn], non_blocking=True)
+        self._copied[self._turn].record()
 
 
 class PrefillRunner:
