@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench_ttfa.gpu_timing import Call, Timing, copy_bandwidth, graph_us, num_copies, rotated
+from bench_ttfa.system import describe_machine, describe_software
 from ops import reference
 from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
 from ops.quantize import Kind, quantize_rows, quantize_weight
@@ -224,7 +225,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             timings += measure(op, rows, has_compile=not options.no_compile)
     print(table(timings, bandwidth))
     if options.json:
-        record = {"device": name, "torch": torch.__version__, "copy_gb_per_s": bandwidth}
+        record: dict[str, Any] = {
+            "machine": describe_machine(),
+            "software": describe_software(),
+            "device": name,
+            "torch": torch.__version__,
+            "copy_gb_per_s": bandwidth,
+        }
         record["timings"] = [asdict(timing) for timing in timings]
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     return 0
