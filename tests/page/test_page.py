@@ -72,6 +72,27 @@ async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path:
 
 
 @needs_browser
+async def test_lead_and_underruns_are_shown_while_it_speaks(devtools: str, tmp_path: Path) -> None:
+    figure = "document.querySelector('#{} .value').textContent".format
+    engine = make_engine(tmp_path)
+    engine.hold()
+    engine.let(25)  # a second
+    async with serving(tmp_path, engine) as served, opened(devtools, served) as page:
+        await write(page, LONG_TEXT)
+        await page.press("Enter", CTRL)
+        await wait(page, f"/^[1-9][0-9]+ ms$/.test({figure('lead')})")
+        assert await page.evaluate(figure("underruns")) == "0"
+        assert re.fullmatch(r"[\d.,]+ ms", await page.evaluate(figure("ttfa")))
+        await wait(page, f"{figure('underruns')} === '1'")
+        assert re.fullmatch(r"[\d.]+ ms", await page.evaluate(figure("lead")))
+        engine.let_all()
+        await wait(page, f"/^[1-9][0-9,]+ ms$/.test({figure('lead')})")
+        await page.press("Escape")
+        await wait(page, "textOf('announcer').startsWith('Interrupted')")
+        assert await page.evaluate(figure("lead")) == "–"
+
+
+@needs_browser
 @pytest.mark.parametrize("key", ["Escape", " "])
 async def test_a_key_silences_it_within_100_ms(devtools: str, tmp_path: Path, key: str) -> None:
     async with serving(tmp_path) as served, opened(devtools, served) as page:
