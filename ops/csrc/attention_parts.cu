@@ -21,14 +21,12 @@ struct Schedule {
   __align__(16) u32 cuts[MAX_ROWS];            // tiles of a part, number of parts << 16
   unsigned short parts[MAX_ROWS * MAX_PARTS];  // row, number of the part << 8
   int num_parts;
-  int sweep, place;  // of the part that this CTA works on: in shared memory, registers are scarce
+  int round, place;  // of the part that this CTA works on: in shared memory, registers are scarce
 
-  // Takes the next part. Back and forth over the SMs, so that one that has had a long part gets a short
-  // one next. By one thread.
+  // Takes the next part; back and forth, so that who has had a long one gets a short one. By one thread.
   DEVICE void advance() {
-    const int num_sms = gridDim.x / BLOCKS, sm = blockIdx.x % num_sms;
-    sweep += BLOCKS;
-    place = sweep * num_sms + (sweep % 2 == 0 ? sm : num_sms - 1 - sm);
+    round++;
+    place = round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
   }
 
   DEVICE void make(const i64* all_slots, const i64* all_positions, int num_rows, int part_tiles) {
@@ -56,7 +54,7 @@ struct Schedule {
       for (int part = 0; part < count; part++) parts[before + part] = row | part << 8;
       if (row == 0) num_parts = total;
     }
-    if (threadIdx.x == 0) sweep = static_cast<int>(blockIdx.x / (gridDim.x / BLOCKS)) - BLOCKS, advance();
+    if (threadIdx.x == 0) round = -1, advance();
     __syncthreads();
   }
 
@@ -102,7 +100,7 @@ struct Scratch {
   }
 };
 
-// Grid: BLOCKS x num_sms, which are taken to be spread evenly over so many SMs. q, qk_norm, rope, eps: see `Input`; the rest as in attention.cu.
+// Grid: any number of CTAs. q, qk_norm, rope, eps: see `Input`; the rest as in attention.cu.
 //   num_rows: M, at most MAX_ROWS; part_tiles: 16 or more (so that none is empty), and so many that no row
 //   has more than MAX_PARTS parts, nor more than `most_parts`, for which there is room in the scratch.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
