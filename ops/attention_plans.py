@@ -56,8 +56,10 @@ _FP8_PLANS = (
     (288, Plan(2, 4, 4, 6)),
 )
 _MANY = Plan(1, 4, 4)
-# What has more pairs than this is cut into parts, if a row may be longer than one. Of 64 rows of 32 to 4096
-# positions the longest alone would keep an SM busy for longer than all of them the device.
+# 8-bit rows of more pairs than this are cut into parts, if one may be longer than a part: a long row among
+# short ones would take longer than all of them together. Whole -> in parts, us of 64 rows: 32 to 4096
+# positions 50.9 -> 35.0, 300 to 4000 88 -> 86, 600 each 22.8 -> 22.8, 100 to 1500 31.8 -> 35.8. In bf16
+# it pays for the first alone: 88 -> 62, 156 -> 151, 38.9 -> 41.1, 57 -> 64.
 _MAX_WHOLE_PAIRS = 396
 _PART_TILES = 64
 MAX_PARTED_ROWS, MAX_PARTS = 128, 16  # attention_parts.cu
@@ -93,7 +95,7 @@ def most_parts_of(max_tiles: int) -> int:
 
 
 def parts_plan_for(
-    num_rows: int, num_kv_heads: int, max_tiles: int, *, is_fp8: bool = False
+    num_rows: int, num_kv_heads: int, max_tiles: int, *, is_fp8: bool
 ) -> PartsPlan | None:
     """The plan for a launch shape whose rows are cut into parts; None: they are not."""
     is_many = num_rows * num_kv_heads > _MAX_WHOLE_PAIRS and num_rows <= MAX_PARTED_ROWS
