@@ -95,7 +95,8 @@ class PersistentStack:
         """`defines`: in place of the plan's, for measurements and tests."""
         layers, head, device = tensors.layers, tensors.head, tensors.rope.device
         self._tensors, self._geometry, self._plan = tensors, geometry, plan
-        self._num_ctas = torch.cuda.get_device_properties(device).multi_processor_count
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._num_ctas = num_sms - plan.spare
         self._layers = torch.tensor(
             [_pointers(layer, kind) for layer in layers], dtype=torch.int64, device=device
         )

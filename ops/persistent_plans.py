@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ UNIT_ROWS = 16  # of a weight: what one CTA multiplies by all of K
 _TILES_PER_STAGE = 4
 _STAGE_BYTES = 8192
 _MAX_SHARED_BYTES = 227 * 1024
-_MAX_STAGES = 26
 _MAX_SPLITS = 8
 _LAYER_BYTES = 32  # pointers that stay in shared memory
 _MAX_LAYERS = 48
@@ -60,12 +58,12 @@ class Plan:
     Attributes:
         rows: most rows of x.
         warpgroups: that multiply.
-        producers: threads that fill the ring.
+        spare: SMs left to what runs beside it, which would find no room for as long as it runs.
     """
 
     rows: int
-    warpgroups: int = 2
-    producers: int = 2
+    warpgroups: int = 3
+    spare: int = 0
 
     @property
     def threads(self) -> int:
@@ -81,7 +79,7 @@ class Plan:
     def operand_bytes(self, geometry: Geometry, kind: Kind) -> int:
         """Of the rows in shared memory: of the deepest matrix, and no less than attention needs."""
         deepest = max(k for _, k in geometry.matrices)
-        group, warps = geometry.num_heads // geometry.num_kv_heads, 4 * self.warpgroups
+        group, warps = geometry.num_heads // geometry.num_kv_heads, min(8, 4 * self.warpgroups)
         head = geometry.head_dim
         meeting = 2 * group * (head + 32) + 8 * head + warps * group * (4 * head + 8) + 8 * group
         return max(deepest * self.rows * (1 if kind == "bsfp8" else 2), -(-meeting // 1024) * 1024)
@@ -100,15 +98,12 @@ class Plan:
         return _STAGE_BYTES + 16 + (_TILES_PER_STAGE * 8 if kind == "bsfp8" else 0)
 
     def stages(self, geometry: Geometry, kind: Kind) -> int:
-        """Of the ring: all that an SM has. A multiple of `producers` and `warpgroups`, so that a stage
-        is filled and read by the same ones always: a barrier only knows the last time from this one.
-        """
+        """Of the ring of every warpgroup: all that an SM has."""
         room = _MAX_SHARED_BYTES - 1024 - self._fixed_bytes(geometry, kind)
-        step = math.lcm(self.producers, self.warpgroups)
-        return min(_MAX_STAGES, room // self._stage_bytes(kind)) // step * step
+        return room // self._stage_bytes(kind) // self.warpgroups
 
     def shared_bytes(self, geometry: Geometry, kind: Kind) -> int:
-        stages = self.stages(geometry, kind)
+        stages = self.warpgroups * self.stages(geometry, kind)
         return self._fixed_bytes(geometry, kind) + stages * self._stage_bytes(kind)
 
     def defines(
@@ -122,7 +117,6 @@ class Plan:
             "ROWS": self.rows,
             "WARPGROUPS": self.warpgroups,
             "STAGES": self.stages(geometry, kind),
-            "PRODUCERS": self.producers,
             "OPERAND_BYTES": self.operand_bytes(geometry, kind),
             "NORM_ITEMS": -(-geometry.dim // (8 * 128 * self.warpgroups)),
             "HEAD_DIM": geometry.head_dim,

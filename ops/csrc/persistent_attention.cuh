@@ -10,14 +10,16 @@ constexpr int D = HEAD_DIM;
 using Tile = Bf16Tile<D>;
 constexpr int kNew = IS_FAST ? 2 : 1;  // most positions of a row that are not in memory yet
 constexpr int kParts = GROUP + 2 * kNew;  // heads to norm and rotate: queries, then keys and values
+constexpr int kTileWarps = kWarps < 8 ? kWarps : 8;  // that take tiles
+constexpr int kTilesPerSplit = 4;  // more CTAs share a row than warps ask for: each has less to fetch
 static_assert(GROUP <= COLUMNS && kParts * (D / 8) <= kConsumers);
 
 // In the place of the right operand, which is not in use.
 struct Meeting {
   bf16 queries[GROUP][Tile::QUERY_STRIDE];
   bf16 keys[kNew][D], values[kNew][D];
-  float sums[kWarps][GROUP][D];
-  float2 states[kWarps][GROUP];  // largest score, sum of weights
+  float sums[kTileWarps][GROUP][D];
+  float2 states[kTileWarps][GROUP];  // largest score, sum of weights
 };
 
 DEVICE i64 values_offset(const Stack& s) {
@@ -39,15 +41,15 @@ struct Task {
     idx = IS_FAST ? row % s.num_positions : 0;
     position = IS_FAST ? s.start + idx : static_cast<int>(__ldcg(s.positions + row));
     tiles = position / TILE + 1;
-    splits = min(s.max_splits, (tiles + kWarps - 1) / kWarps);
+    splits = min(s.max_splits, (tiles + kTilesPerSplit - 1) / kTilesPerSplit);
     first_keys = exists() && first_tile(warp) < tiles ? keys_at(s, first_tile(warp)) : 0;
     own_keys = exists() ? keys_at(s, last_tile()) + position % TILE * D : 0;
   }
   DEVICE bool exists() const { return split < splits; }
-  DEVICE int first_tile(int warp) const { return split * kWarps + warp; }
-  DEVICE int stride() const { return splits * kWarps; }
+  DEVICE int first_tile(int warp) const { return warp < kTileWarps ? split + warp * splits : tiles; }
+  DEVICE int stride() const { return splits * kTileWarps; }
   DEVICE int last_tile() const { return tiles - 1; }
-  DEVICE bool is_owner() const { return last_tile() % stride() / kWarps == split; }  // of the last tile
+  DEVICE bool is_owner() const { return last_tile() % splits == split; }  // of the last tile
   DEVICE int pair(const Stack& s) const { return row * s.num_kv_heads + head; }
 
   // Row 0 of the keys of a tile.
@@ -121,7 +123,7 @@ DEVICE void store_floats(Word* at, float first, float second, u32 epoch) {
 // Merges what the warps of this CTA have; the CTA of the first split then what the others have sent.
 DEVICE void meet(const Meeting& meeting, const Stack& s, const Task& task, int pair, u32 epoch) {
   constexpr int kAtOnce = 4;
-  const int ways = min(task.tiles - task.split * kWarps, kWarps);
+  const int ways = min((task.tiles - task.split + task.splits - 1) / task.splits, kTileWarps);
   for (int at = threadIdx.x * 2; at < GROUP * D; at += kConsumers * 2) {
     const int query = at / D, column = at % D;
     Merged merged;
@@ -158,22 +160,34 @@ DEVICE void meet(const Meeting& meeting, const Stack& s, const Task& task, int p
 struct Part {
   int index, offset, position;  // of the head among kParts, of the values in it, of the row it is from
   bool is_any;
-  float4 turns[2];
 
   DEVICE Part(const Stack& s, const Task& task, int warp) {
     index = threadIdx.x / (D / 8), offset = threadIdx.x % (D / 8) * 8;
     is_any = task.exists() && warp * 32 / (D / 8) < kParts;
     const int at = index < GROUP ? task.idx : min((index - GROUP) / 2, task.idx);
     position = task.position - task.idx + at;
-    if (!is_any) return;
-    const HeadTables tables = load_tables(nullptr, s.rope + static_cast<i64>(position) * (D / 2), offset);
-    turns[0] = tables.turns[0], turns[1] = tables.turns[1];
   }
   DEVICE HeadTables tables(const Stack& s, const Task& task, const bf16* qk_norm) const {
     const int head = index < GROUP ? task.head * GROUP + index : s.num_heads + task.head;
-    return {*reinterpret_cast<const uint4*>(qk_norm + head * D + offset), {turns[0], turns[1]}};
+    return load_tables(qk_norm + head * D, s.rope + static_cast<i64>(position) * (D / 2), offset);
   }
 };
+
+// Asks for what `attend` will read in another layer first, to be in the L2.
+DEVICE void prefetch(const Stack& s, const Task& task, const bf16* memory, int warp, int lane) {
+  if (IS_FAST || task.first_tile(warp) >= task.tiles) return;
+  const bf16* keys = memory + task.first_keys;
+#pragma unroll
+  for (int line = lane; line < TILE * D * 2 / 128; line += 32) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(keys + line * 64));
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(keys + values_offset(s) + line * 64));
+  }
+}
+
+// The last row of a tile that is in memory, or will be when it is read.
+DEVICE int last_row_of(const Stack& s, const Task& task, int tile) {
+  return IS_FAST ? max(s.start - 1, 0) : task.position - tile * TILE;
+}
 
 // What is in memory of the past is on its way before the words of the epoch are looked for.
 DEVICE void attend(Meeting& meeting, const Stack& s, const Task& task, const Part& part, bf16* memory,
@@ -182,10 +196,7 @@ DEVICE void attend(Meeting& meeting, const Stack& s, const Task& task, const Par
   int at = task.first_tile(warp);
   const bool has_tile = at < task.tiles;
   if (has_tile) {
-    const bf16* keys = memory + task.first_keys;
-    const int last_row = IS_FAST ? max(s.start - 1, 0) : task.position - at * TILE;
-    tile.load_keys(keys, last_row, lane);
-    tile.load_values(keys + values_offset(s), last_row, lane);
+    tile.load_keys(memory + task.first_keys, last_row_of(s, task, at), lane);
   }
   HeadTables tables;
   if (part.is_any) tables = part.tables(s, task, qk_norm);
@@ -198,16 +209,20 @@ DEVICE void attend(Meeting& meeting, const Stack& s, const Task& task, const Par
   mark(s, 102);
   Accumulator<Tile> acc;
   acc.init(meeting.queries[lane / 4 % GROUP]);
-  for (; at < task.tiles; at += task.stride()) {
-    const int last_row = task.position - at * TILE, next = at + task.stride();
+  const bf16* keys = memory + task.first_keys;
+#pragma unroll 1
+  while (at < task.tiles) {
+    const int last_row = task.position - at * TILE;
+    tile.load_values(keys + values_offset(s), last_row_of(s, task, at), lane);
     if (at == task.last_tile())
       tile.patch({meeting.keys[0], nullptr}, {meeting.values[0], nullptr},
                  task.position % TILE - task.idx, task.position % TILE, lane);
     acc.add_keys(tile, s.scale_log2, {last_row, last_row}, lane);
-    const bf16* keys = next < task.tiles ? memory + task.keys_at(s, next) : nullptr;
-    if (next < task.tiles) tile.load_keys(keys, task.position - next * TILE, lane);
     acc.add_values(tile);
-    if (next < task.tiles) tile.load_values(keys + values_offset(s), task.position - next * TILE, lane);
+    at += task.stride();
+    if (at >= task.tiles) break;
+    keys = memory + task.keys_at(s, at);
+    tile.load_keys(keys, last_row_of(s, task, at), lane);
   }
   mark(s, 103);
   if (has_tile)

@@ -10,9 +10,23 @@
 
 namespace {
 
-// Walks a CTA's stages through all layers and phases in the order in which they are consumed.
+// How a warpgroup's share of a phase is cut. Deep matrices have few units, so all warpgroups share each
+// and take groups of K tiles in turn; of the others each takes units in turn, and needs nobody else.
+struct Share {
+  int unit_step, first_group, group_step, unit_offset;
+
+  DEVICE Share(int phase, int warpgroup) {
+    const bool is_split = phase == kWo || phase == kDown;
+    unit_offset = is_split ? 0 : warpgroup, unit_step = is_split ? 1 : WARPGROUPS;
+    first_group = is_split ? warpgroup : 0, group_step = is_split ? WARPGROUPS : 1;
+  }
+  DEVICE bool is_split() const { return group_step > 1 || WARPGROUPS == 1; }
+};
+
+// Walks a warpgroup's stages through all layers and phases in the order in which they are consumed.
 struct Cursor {
   const Stack& s;
+  const int warpgroup;
   int layer = 0, phase = -1, unit = 0, end = 0, group = 0, groups = 0;
   const u8* tiles = nullptr;
   const float* scales = nullptr;
@@ -25,17 +39,19 @@ struct Cursor {
       if (is_over()) return;
       if (layer == s.num_layers) phase = kHead;
       const i32* begin = s.begins + phase * (gridDim.x + 1) + blockIdx.x;
-      unit = begin[0], end = begin[1];
-    } while (unit == end);
-    groups = s.groups(phase), group = 0;
+      unit = begin[0] + Share(phase, warpgroup).unit_offset, end = begin[1];
+    } while (unit >= end);
+    groups = s.groups(phase), group = Share(phase, warpgroup).first_group;
     tiles = phase == kHead ? s.head : s.layers[layer].tiles[phase];
     scales = s.is_fp8(phase) ? s.layers[layer].scales[phase] : nullptr;
   }
 
   DEVICE void advance() {
-    if (++group < groups) return;
-    group = 0;
-    if (++unit == end) next_phase();
+    const Share share(phase, warpgroup);
+    group += share.group_step;
+    if (group < groups) return;
+    group = share.first_group, unit += share.unit_step;
+    if (unit >= end) next_phase();
   }
 
   DEVICE i64 first_tile() const {
@@ -43,6 +59,17 @@ struct Cursor {
   }
   DEVICE const u8* slice(int i) const {
     return tiles + (first_tile() + i) * kTileBytes + unit % 4 * kSliceBytes;
+  }
+};
+
+// A place in a warpgroup's ring, and how often it was passed, by its parity.
+struct Stage {
+  int index, parity = 0;
+  const int first;
+
+  DEVICE explicit Stage(int warpgroup) : index(warpgroup * STAGES), first(warpgroup * STAGES) {}
+  DEVICE void advance() {
+    if (++index == first + STAGES) index = first, parity ^= 1;
   }
 };
 
@@ -61,38 +88,40 @@ DEVICE void copy_slice(u32 destination, const void* source, u32 barrier, u64 pol
       : "memory");
 }
 
-// Keeps the ring full, whatever the consumers wait for. One thread of each of PRODUCERS warps, for every
-// so many stages: one alone is slower than the memory.
-DEVICE void produce(const Shared& shared, const Stack& s, int producer) {
+// One thread's work: keeps a warpgroup's ring full, whatever that waits for.
+DEVICE void produce(const Shared& shared, const Stack& s, int warpgroup) {
   const u64 policy = evict_first();
-  Cursor at = {s};
+  Cursor at = {s, warpgroup};
+  Stage stage(warpgroup);
   at.next_phase();
-  for (int i = 0; i < producer; ++i) at.advance();
-  for (u32 count = producer; !at.is_over(); count += PRODUCERS) {
-    const u32 stage = count % STAGES, barrier = shared.full + stage * 8;
-    if (count >= STAGES) barrier_wait(shared.empty + stage * 8, (count / STAGES - 1) & 1);
+  for (int count = 0; !at.is_over(); ++count, stage.advance(), at.advance()) {
+    const u32 barrier = shared.full + stage.index * 8;
+    if (count >= STAGES) barrier_wait(shared.empty + stage.index * 8, stage.parity ^ 1);
     const bool is_scaled = s.is_fp8(at.phase);
     barrier_expect(barrier, kStageBytes + (is_scaled ? kTilesPerStage * 8 : 0));
 #pragma unroll
     for (int i = 0; i < kTilesPerStage; ++i)
-      copy_slice(shared.ring + stage * kStageBytes + i * kSliceBytes, at.slice(i), barrier, policy);
+      copy_slice(shared.ring + stage.index * kStageBytes + i * kSliceBytes, at.slice(i), barrier, policy);
     if (is_scaled)
-      bulk_copy(shared_address(shared.tile_scales + stage * kTilesPerStage),
+      bulk_copy(shared_address(shared.tile_scales + stage.index * kTilesPerStage),
                 at.scales + at.first_tile() * 2, kTilesPerStage * 8, barrier);
-#pragma unroll 1
-    for (int i = 0; i < PRODUCERS && !at.is_over(); ++i) at.advance();
   }
 }
 
+// `tile_descriptor` in two halves, of which the higher is the same for all tiles.
+DEVICE u32 low_descriptor(u32 address) { return static_cast<u32>(tile_descriptor(address)); }
+DEVICE u64 descriptor_of(u32 low) { return tile_descriptor(0) >> 32 << 32 | low; }
+
+// `weights`, `rows`: low halves of descriptors.
 template <bool kFp8>
 DEVICE void multiply(float (&d)[kColumns / 2], u32 weights, u32 rows, bool accumulate) {
-  const u64 a = tile_descriptor(weights), b = tile_descriptor(rows);
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k)
-    Wgmma<kFp8, kColumns>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
+    Wgmma<kFp8, kColumns>::run(d, descriptor_of(weights + 2 * k), descriptor_of(rows + 2 * k),
+                               accumulate || k > 0);
   wgmma_commit();
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
@@ -121,46 +150,54 @@ struct Diagonal {
   }
 };
 
-// A lane's sums of one unit over the stages of its warpgroup: rows (0, 1) of x of weight row lane / 4,
-// then of lane / 4 + 8. `first_stage`: of the unit, counted from the launch's start.
+// A lane's sums of one unit over its warpgroup's groups of K tiles: rows (0, 1) of x of weight row
+// lane / 4, then of lane / 4 + 8.
 template <bool kFp8>
-DEVICE void multiply_unit(float (&sum)[4], const Shared& shared, u32 first_stage, int groups,
-                          const Diagonal& diagonal, int warp, int lane) {
-  constexpr int kBatch = 4;
+DEVICE void multiply_unit(float (&sum)[4], const Shared& shared, Stage& stage, const Share& share,
+                          int groups, const Diagonal& diagonal, int warp, int lane) {
+#ifdef BATCH
+  constexpr int kBatch = BATCH;
+#else
+  constexpr int kBatch = 5;
+#endif
   float whole[kColumns / 2] = {};
   sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
-  for (int first = warp / 4; first < groups; first += WARPGROUPS * kBatch) {
+  const u32 operand = low_descriptor(shared_address(shared.operand)), ring = low_descriptor(shared.ring);
+  const float2* tile_scales = shared.tile_scales + warp % 4;
+  const float* row_scales = shared.row_scales + warp % 4 * ROWS + diagonal.row;
+#pragma unroll 1
+  for (int first = share.first_group; first < groups; first += share.group_step * kBatch) {
     float parts[kFp8 ? kBatch : 1][kColumns / 2];
+    Stage done = stage;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int group = first + i * WARPGROUPS;
+      const int group = first + i * share.group_step;
       if (group >= groups) break;
-      const u32 at = first_stage + group, stage = at % STAGES;
-      barrier_wait(shared.full + stage * 8, at / STAGES & 1);
-      const u32 weights = shared.ring + stage * kStageBytes;
-      const u32 rows = shared_address(shared.operand) + group * kGroupBytes;
+      barrier_wait(shared.full + stage.index * 8, stage.parity);
+      const u32 weights = ring + stage.index * (kStageBytes / 16), rows = operand + group * (kGroupBytes / 16);
       if constexpr (kFp8)
         multiply<true>(parts[i], weights, rows, false);
       else
         multiply<false>(whole, weights, rows, true);
+      stage.advance();
     }
     wgmma_wait<0>();
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int group = first + i * WARPGROUPS;
+      const int group = first + i * share.group_step;
       if (group >= groups) break;
-      const u32 stage = (first_stage + group) % STAGES;
       if constexpr (kFp8) {
-        const float2 weight = shared.tile_scales[stage * kTilesPerStage + warp % 4];
-        const float2 row = *reinterpret_cast<const float2*>(
-            shared.row_scales + (group * kTilesPerStage + warp % 4) * ROWS + diagonal.row);
+        const float2 weight = tile_scales[done.index * kTilesPerStage];
+        const float2 row =
+            *reinterpret_cast<const float2*>(row_scales + group * (kTilesPerStage * ROWS));
         float part[4];
         diagonal.take(part, parts[i]);
         sum[0] += part[0] * (weight.x * row.x), sum[1] += part[1] * (weight.x * row.y);
         sum[2] += part[2] * (weight.y * row.x), sum[3] += part[3] * (weight.y * row.y);
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(shared.empty + stage * 8);
+      if (lane == 0) barrier_arrive(shared.empty + done.index * 8);
+      done.advance();
     }
   }
   if constexpr (!kFp8) diagonal.take(sum, whole);
@@ -185,51 +222,74 @@ struct Residual {
   const Word* words;
   u32 epoch;
 
-  // Of the column and its neighbour (which only differ in the lowest bit).
-  DEVICE float load(const Stack& s, int row, int column) const {
+  DEVICE const Word* at(const Stack& s, int row, int column) const {
+    return words + (row * s.dim + column) / 4 * 2;
+  }
+  // Asked for early, taken when the product is there.
+  DEVICE TwoWords ask(const Stack& s, int row, int column) const {
+    return words != nullptr ? load_two_words(at(s, row, column)) : TwoWords{};
+  }
+  DEVICE float take(TwoWords asked, const Stack& s, int row, int column) const {
     if (x != nullptr) return __bfloat162float(x[row * s.dim + column]);
     if (words == nullptr) return 0.f;
-    const Word* at = words + (row * s.dim + column) / 4 * 2;
-    TwoWords pair[1];
-    wait_for_words(pair, [&](int) { return at; }, epoch);
+    TwoWords pair[1] = {asked};
+    if (!asked.is_of(epoch)) wait_for_words(pair, [&](int) { return at(s, row, column); }, epoch);
     const u32 values = static_cast<u32>(column % 4 < 2 ? pair[0].first : pair[0].second);
     return __uint_as_float(column % 2 == 0 ? values << 16 : values & 0xffff0000u);
   }
 };
 
+DEVICE void warpgroup_sync(int warpgroup) {
+  asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory");
+}
+
 // All units of this CTA in a phase, over rows that are staged; into words of an epoch, or logits.
 template <bool kFp8>
 DEVICE void run_units(const Shared& shared, const Stack& s, int phase, int begin, int end,
-                      const Residual& residual, Word* out, u32 epoch, u32& stages, int warp, int lane) {
-  const int groups = s.groups(phase), finisher = threadIdx.x % 128;
+                      const Residual& residual, Word* out, u32 epoch, Stage& stage, int warp, int lane) {
+  constexpr int kPartial = ROWS * kUnitRows;  // sums of a warp
+  const int groups = s.groups(phase), finisher = threadIdx.x % 128, warpgroup = warp / 4;
   const int feature = finisher % kUnitRows, row = finisher / kUnitRows;
+  const int per_unit = phase == kGateUp ? kUnitRows / 2 : kUnitRows;  // columns of `out`
+  const int columns = phase == kGateUp ? s.ffn : s.features(phase);
   const Diagonal diagonal(warp, lane);
-  for (int unit = begin; unit < end; ++unit, stages += groups) {
-    const bool finishes = unit % WARPGROUPS == warp / 4 && finisher < kUnitRows * ROWS;
+  const Share share(phase, warpgroup);
+  int buffer = 0;
+  for (int unit = begin + share.unit_offset; unit < end; unit += share.unit_step, buffer ^= 1) {
+    const bool finishes =
+        finisher < kPartial && (!share.is_split() || unit % WARPGROUPS == warpgroup);
     const bool is_mine = finishes && row < s.num_rows;
-    const float addend = is_mine ? residual.load(s, row, unit * kUnitRows + feature) : 0.f;
+    const int column = unit * kUnitRows + feature;
+    const TwoWords addend = is_mine ? residual.ask(s, row, column) : TwoWords{};
     float sum[4];
-    multiply_unit<kFp8>(sum, shared, stages, groups, diagonal, warp, lane);
-    float* buffer = shared.partial + unit % 2 * (kWarps * ROWS * kUnitRows);
+    multiply_unit<kFp8>(sum, shared, stage, share, groups, diagonal, warp, lane);
+    float* partial = shared.partial + buffer * (kWarps * kPartial);
     if (diagonal.is_mine) {
-      float* mine = buffer + (warp * ROWS + diagonal.row) * kUnitRows + lane / 4;
+      float* mine = partial + (warp * ROWS + diagonal.row) * kUnitRows + lane / 4;
       mine[0] = sum[0], mine[kUnitRows] = sum[1], mine[8] = sum[2], mine[kUnitRows + 8] = sum[3];
     }
-    consumers_sync();
+    if (share.is_split())
+      consumers_sync();
+    else
+      warpgroup_sync(warpgroup);
     if (!finishes) continue;
     float total = 0.f;
+    if (share.is_split()) {
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) total += buffer[i * (ROWS * kUnitRows) + finisher];
+      for (int i = 0; i < kWarps; ++i) total += partial[i * kPartial + finisher];
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) total += partial[(warpgroup * 4 + i) * kPartial + finisher];
+    }
     if (phase == kHead) {
-      const int logit = unit * kUnitRows + feature, stream = row / s.num_positions;
-      if (is_mine && logit < s.num_logits && row % s.num_positions == s.num_positions - 1)
-        s.logits[stream * s.num_logits + logit] = __float2bfloat16_rn(total);
+      const int stream = row / s.num_positions;
+      if (is_mine && column < s.num_logits && row % s.num_positions == s.num_positions - 1)
+        s.logits[stream * s.num_logits + column] = __float2bfloat16_rn(total);
       continue;
     }
-    const int per_unit = phase == kGateUp ? kUnitRows / 2 : kUnitRows;  // columns of `out`
-    const int columns = phase == kGateUp ? s.ffn : s.features(phase);
     if (phase == kGateUp) total = swiglu(total, __shfl_down_sync(~0u, total, 8));
-    if (phase == kWo || phase == kDown) total = bf16_round(total) + addend;
+    if ((phase == kWo || phase == kDown) && is_mine)
+      total = bf16_round(total) + residual.take(addend, s, row, column);
     const float next = __shfl_down_sync(~0u, total, 1);
     if (is_mine && feature < per_unit && feature % 2 == 0)
       store_word(out + (row * columns + unit * per_unit + feature) / 2,

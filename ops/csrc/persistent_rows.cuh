@@ -70,6 +70,7 @@ DEVICE void stage_normed_rows(const Shared& shared, const Stack& s, const bf16* 
     if (thread % 32 == 0) shared.sums[row * kWarps + thread / 32] = sum;
   }
   consumers_sync();
+  mark(s, 106);
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
     if (row >= s.num_rows) break;
@@ -94,25 +95,24 @@ DEVICE void stage_normed_rows(const Shared& shared, const Stack& s, const bf16* 
 
 // Rows of words [num_rows, columns / 2] of an epoch, as they are.
 DEVICE void stage_rows(const Shared& shared, const Stack& s, const Word* words, int columns, u32 epoch) {
-  constexpr int kAtOnce = 5;
-  const int per_row = columns / 8, total = s.num_rows * per_row;
+  constexpr int kAtOnce = 4;
   mark(s, 100);
-  for (int first = threadIdx.x; first < total; first += kAtOnce * kConsumers) {
-    TwoWords loaded[2 * kAtOnce] = {};
-    wait_for_words(
-        loaded,
-        [&](int i) {
-          const int at = first + i / 2 * kConsumers;
-          return at < total ? words + at * 4 + i % 2 * 2 : nullptr;
-        },
-        epoch);
+  for (int row = 0; row < s.num_rows; ++row, words += columns / 2)
+    for (int first = threadIdx.x * 8; first < columns; first += kAtOnce * kConsumers * 8) {
+      TwoWords loaded[2 * kAtOnce] = {};
+      wait_for_words(
+          loaded,
+          [&](int i) {
+            const int column = first + i / 2 * kConsumers * 8;
+            return column < columns ? words + column / 2 + i % 2 * 2 : nullptr;
+          },
+          epoch);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int at = first + i * kConsumers;
-      put<IS_FP8>(shared, values_of(loaded[2 * i], loaded[2 * i + 1]), at / per_row, at % per_row * 8,
-                  at < total);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int column = first + i * kConsumers * 8;
+        put<IS_FP8>(shared, values_of(loaded[2 * i], loaded[2 * i + 1]), row, column, column < columns);
+      }
     }
-  }
   mark(s, 101);
   fence_async_proxy();
   consumers_sync();

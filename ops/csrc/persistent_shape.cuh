@@ -8,6 +8,8 @@ namespace {
 
 constexpr int kWarps = 4 * WARPGROUPS, kConsumers = 32 * kWarps;
 constexpr int kThreads = kConsumers + 128;  // a warpgroup of its own for the copies: registers are dealt to those
+constexpr int kStages = WARPGROUPS * STAGES;  // every warpgroup has a ring of its own
+constexpr int kConsumerRegisters = WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 104;
 constexpr int kUnitRows = 16;      // of a weight: a quarter of a tile, 2048 contiguous bytes of it
 constexpr int kSliceBytes = 2048;
 constexpr int kTileBytes = 8192, kTilesPerStage = 4;
@@ -73,7 +75,7 @@ struct Shared {
   const bf16** layers;  // [num_layers][4]: the last four pointers of `Layer`
   u8* operand;        // [groups][kColumns rows of 128 bytes, swizzled]
   float* row_scales;  // [K tiles][ROWS]
-  float2* tile_scales;  // [STAGES][kTilesPerStage]: of rows 0..7 and of rows 8..15
+  float2* tile_scales;  // [kStages][kTilesPerStage]: of rows 0..7 and of rows 8..15
   float* partial;       // [2][kWarps][ROWS][16]
   float* sums;          // [ROWS][kWarps]
   u32 ring, full, empty;

@@ -44,8 +44,7 @@ def test_shared_memory_fits_and_holds_the_rows(geometry, kind, rows):
     assert plan.shared_bytes(geometry, kind) <= SM_BYTES
     assert plan.operand_bytes(geometry, kind) >= rows * deepest * (1 if kind == "bsfp8" else 2)
     assert plan.operand_bytes(geometry, kind) % 1024 == 0
-    stages = plan.stages(geometry, kind)
-    assert stages >= 4 and stages % plan.producers == stages % plan.warpgroups == 0, stages
+    assert plan.stages(geometry, kind) >= 4
 
 
 def test_what_the_kernel_cannot_run():
