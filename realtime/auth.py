@@ -5,6 +5,9 @@ comes as `Authorization: Bearer KEY`, as `xi-api-key: KEY`, or, since a browser 
 WebSocket, as the subprotocol `plosive.key.KEY` (percent-encoded) offered beside `plosive.v1`. What is
 refused is refused before the upgrade, in the shape that the clients of the path expect:
 401 without a valid key, 403 for an origin that is not listed, 429 for one session too many.
+
+Without keys a client is its address: that of the socket, or where a proxy on this host connects (uvicorn
+asks FORWARDED_ALLOW_IPS which) the last one of `X-Forwarded-For`, which the proxy therefore must set.
 """
 
 import asyncio
