@@ -1,30 +1,27 @@
-"""Time of one whole S2 Pro layer: norms, linears, rope, append, attention, in dependent launches, and
-for few rows as a part of one launch of many."""
+"""Time of one whole S2 Pro layer: norms, linears, rope, append, attention, in dependent launches."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies
 from bench_ttfa.kernels import LINEARS, pack, random_matrix, weight_bytes
-from bench_ttfa.kernels_attention import EPS, HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, Layers
+from bench_ttfa.kernels_attention import EPS, Layers
 from ops.attention import decode_attention
 from ops.linear import PackedWeight, gate_up_swiglu, linear
-from ops.persistent import HeadTensors, LayerTensors, PersistentStack, StackTensors
-from ops.persistent_plans import Geometry, Plan, plan_for
 from ops.quantize import Kind, norm_for_linear
 
 OP = "layer"
 _CONTEXT = 512
 _LAYERS_PER_GRAPH = 24
-_NUM_LOGITS = 4096
 
 
-class Weights(NamedTuple):
+@dataclass(frozen=True)
+class Weights:
     """Of one layer."""
 
     wqkv: PackedWeight
@@ -80,31 +77,4 @@ def measure_layers(rows: Sequence[int], kinds: Sequence[Kind] = ("bsfp8", "bf16"
             us = graph_us(layer_calls(weights, caches, num_rows, kind))
             moved = num_bytes + caches.read_bytes
             timings.append(Timing(OP, kind, num_rows, us, moved / us / 1000))
-            if (plan := plan_for(kind, num_rows)) is not None:
-                us = layer_of_launch_us(weights, caches, kind, plan)
-                timings.append(Timing(OP, f"{kind} 1 launch", num_rows, us, moved / us / 1000))
     return timings
-
-
-def layer_of_launch_us(weights: Sequence[Weights], caches: Layers, kind: Kind, plan: Plan) -> float:
-    """What one more layer costs in a launch, which also has a head and a start."""
-    dim, num_rows = LINEARS["wqkv"][1], len(caches.slots)
-    rows = torch.randn(num_rows, dim, device="cuda").bfloat16()
-    norm = torch.ones(dim, device="cuda", dtype=torch.bfloat16)
-    head = HeadTensors(norm, pack(random_matrix(_NUM_LOGITS, dim), "bf16"))
-    layers = []
-    for index in range(_LAYERS_PER_GRAPH):
-        weight = weights[index % len(weights)]
-        pages = caches.pages[index % len(caches.pages)]
-        assert isinstance(pages, Tensor)
-        layers.append(LayerTensors(*weight, norm, norm, caches.qk_norm, pages))
-    geometry = Geometry(dim, LINEARS["down"][1], NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
-
-    def launch_us(num_layers: int) -> float:
-        tensors = StackTensors(layers[:num_layers], head, caches.rope, EPS, is_fast=False)
-        stack = PersistentStack(tensors, geometry, kind, plan)
-        where = (caches.page_table, caches.slots, caches.positions)
-        return graph_us([lambda: stack.decode(rows, *where)] * 2)
-
-    half = _LAYERS_PER_GRAPH // 2
-    return (launch_us(2 * half) - launch_us(half)) / half

@@ -25,7 +25,6 @@ from model.config import StackConfig
 from model.frame_state import Frame, FrameState, Riders
 from model.kv_cache import KVCache
 from model.layers import Block, Stack
-from model.one_launch import OneLaunch
 from model.sampling import MAX_TOP_K
 from model.wide_rows import MOST_NARROW_ROWS, WideBlock, has_room
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
@@ -139,11 +138,6 @@ class FusedStack:
             x = block.forward(x, layer, attend)
         return x
 
-    @property
-    def narrow_blocks(self) -> Sequence[FusedBlock]:
-        """Those that run few rows."""
-        return self._fused
-
     def norm_for_head(self, x: Tensor) -> Input:
         """The final norm for a head alone, see `norm_for_linear`."""
         return norm_for_linear(x, self.norm, self.config.norm_eps, "bf16")
@@ -174,8 +168,6 @@ class FusedDualAR:
         self._slow, self._fast = (FusedStack(stack, kind, has_wide=has_wide) for stack in stacks)
         self._semantic_head = _take(model, "restricted_head", "bf16", model.dtype)
         self._code_head = _take(model.fast, "output", "bf16", model.dtype)
-        self._slow_launch = OneLaunch(self._slow, self._semantic_head, kind)
-        self._fast_launch = OneLaunch(self._fast, self._code_head, kind)
         self._project_in, self._project_in_bias = None, model.fast.project_in_bias
         if config.needs_projection:
             self._project_in = _take(model.fast, "project_in", "bf16", model.dtype)
@@ -230,7 +222,7 @@ class FusedDualAR:
         riders: Riders | None,
     ) -> Frame:
         """See `DualAR.decode_frame`."""
-        hidden, logits = self._decode_slow(state, slots, cache, riders)
+        hidden = self._decode_hidden(state, slots, cache, riders)
         draws = Draws(
             slots,
             *(state.temperature, state.top_p, state.top_k, state.seed, state.frame_idx),
@@ -238,6 +230,7 @@ class FusedDualAR:
             is_chained=True,  # all of it is older than `embed_rows`
         )
         codes = torch.empty(len(slots), self._num_codebooks, dtype=torch.int32, device=slots.device)
+        logits = linear(hidden, self._semantic_head)
         if self._project_in is not None:
             hidden = linear(hidden, self._project_in, bias=self._project_in_bias)
         draw = draw_semantic(
@@ -252,18 +245,7 @@ class FusedDualAR:
 
     def next_logits(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
         """See `DualAR.next_logits`."""
-        return self._decode_slow(state, slots, cache, None)[1].float()
-
-    def _decode_slow(
-        self, state: FrameState, slots: Tensor, cache: KVCache, riders: Riders | None
-    ) -> tuple[Tensor, Tensor]:
-        """The slow AR's hidden state after the final norm [B, C], and logits [B, n + 1]."""
-        kernel = self._slow_launch.of(len(slots), cache) if riders is None else None
-        if kernel is None:
-            hidden = self._decode_hidden(state, slots, cache, riders)
-            return hidden, linear(hidden, self._semantic_head)
-        positions = state.position.index_select(0, slots)
-        return kernel.decode(self._embed(state.rows, slots), cache.page_table, slots, positions)
+        return linear(self._decode_hidden(state, slots, cache), self._semantic_head).float()
 
     def _decode_hidden(
         self, state: FrameState, slots: Tensor, cache: KVCache, riders: Riders | None = None
@@ -333,14 +315,9 @@ class FusedDualAR:
         for codebook in range(1, self._num_codebooks):
             if on_tail is not None and codebook == max(1, self._num_codebooks - _TAIL_PASSES):
                 on_tail()
-            num_positions = codebook + 1 - start
-            kernel = self._fast_launch.of(len(x), state.fast)
-            if kernel is not None:
-                logits = kernel.frame(x, start, num_positions)
-            else:
-                x = self._fast.forward(x, self._frame_attend(state, start, num_positions))
-                last = x.view(num_rows, -1, x.shape[1])[:, -1].contiguous()
-                logits = linear(self._fast.norm_for_head(last), self._code_head)
+            x = self._fast.forward(x, self._frame_attend(state, start, codebook + 1 - start))
+            last = x.view(num_rows, -1, x.shape[1])[:, -1].contiguous()
+            logits = linear(self._fast.norm_for_head(last), self._code_head)
             x = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes)
             start = codebook + 1
 

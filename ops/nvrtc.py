@@ -94,17 +94,6 @@ class Kernel:
         if status != 0:
             raise KernelError(f"{self._source}:{self._name} {key}: {_driver_error(status)}")
 
-    def residents(self, num_threads: int, shared_bytes: int) -> int:
-        """CTAs with so many threads and bytes of dynamic shared memory that an SM of the current
-        device holds at once, if nothing else runs there."""
-        device = torch._C._cuda_getDevice()
-        handle = self._handles.get(device) or self._load(device)
-        if shared_bytes > self._max_shared.get(device, 0):
-            self._allow_shared(device, shared_bytes)
-        _bind_thread()
-        count = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
-        return int(_check(count(handle, num_threads, shared_bytes)))
-
     def _load(self, device: int) -> Any:
         with self._lock:
             if device not in self._handles:
