@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -178,8 +179,9 @@ def span_timings(kv_format: KvFormat) -> Iterable[Timing]:
 
 
 def mixed_timing(kv_format: KvFormat, plan: Plan | None = None) -> Timing:
-    """64 rows of 32 to 4096 positions, as many of each magnitude."""
+    """64 rows of 32 to 4096 positions, as many of each magnitude, in any order."""
     lengths = [int(2 ** (5 + 7 * i / 63)) for i in range(64)]
+    random.Random(1).shuffle(lengths)
     layers = Layers(lengths, kv_format)
     us = layers.decode_us(plan)
     label = f"attention, {kv_format}, 32..4096 positions, {sum(lengths)} in all"

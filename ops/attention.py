@@ -4,7 +4,7 @@ A row is one position of one slot. On CUDA these are kernels of `ops/csrc` (bf16
 eight query heads per key/value head); elsewhere the definitions in `ops/reference_paged.py`. Pages
 hold bf16 or `Fp8Rows`; the new position of a row is read as it is written.
 
-A launch's shape depends on the number of rows and on `max_pages` alone (`plan_for`), so it can be
+A launch's shape depends on the number of rows and on `max_pages` alone (`attention_plans`), so it can be
 captured; within it, a row is shared by as many warps as its own length asks for. So a row's bits
 depend on its own data and on the plan: in two batches of one plan it gets the same bits, whatever its
 neighbours, its slot and its pages are; under another plan its sums are rounded in another order. In a
@@ -153,11 +153,10 @@ def decode_attention(  # noqa: PLR0913 - one launch
     where, rotary = (pages, page_table, slots, positions), (qk_norm, rope, eps)
     num_rows, num_kv_heads, page_size = len(qkv), *pages.shape[2:4]
     max_pages = page_table.shape[1]
-    max_tiles, in_8_bits = max_pages * page_size // 16, is_fp8(pages)
-    parts = parts_plan_for(num_rows, num_kv_heads, max_tiles, is_fp8=in_8_bits)
+    parts = parts_plan_for(num_rows, num_kv_heads, max_pages * page_size // 16)
     if scratch is not None and parts is not None:
         return launch_parts(qkv, rotary, where, kind, parts, scratch, is_chained=is_chained)
-    plan = plan_for(num_rows, num_kv_heads, max_pages, page_size, is_fp8=in_8_bits)
+    plan = plan_for(num_rows, num_kv_heads, max_pages, page_size, is_fp8=is_fp8(pages))
     return launch_paged(qkv, rotary, where, kind, plan, is_chained=is_chained)
 
 

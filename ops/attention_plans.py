@@ -56,12 +56,12 @@ _FP8_PLANS = (
     (288, Plan(2, 4, 4, 6)),
 )
 _MANY = Plan(1, 4, 4)
-# 8-bit rows of more pairs than this are cut into parts, if one may be longer than a part: a long row among
-# short ones would take longer than all of them together. Whole -> in parts, us of 64 rows: 32 to 4096
-# positions 50.9 -> 35.0, 300 to 4000 88 -> 86, 600 each 22.8 -> 22.8, 100 to 1500 31.8 -> 35.8. In bf16
-# it pays for the first alone: 88 -> 62, 156 -> 151, 38.9 -> 41.1, 57 -> 64.
+# Rows of more pairs than this are cut into parts, if one may be longer than a part: a long row among short
+# ones would take longer than all of them together. Whole -> in parts, us of 64 rows on an H200, bf16 and
+# fp8: 32 to 4096 positions 98.5 -> 75.4 and 61.4 -> 43.4, 300 to 4000 158 -> 144 and 89.5 -> 80.6,
+# 100 to 1500 63.3 -> 62.7 and 37.4 -> 33.2, 600 each 39.5 -> 40.7 and 23.0 -> 23.0.
 _MAX_WHOLE_PAIRS = 396
-_PART_TILES = 64
+_PART_TILES = 96
 MAX_PARTED_ROWS, MAX_PARTS = 128, 16  # attention_parts.cu
 _SPAN_PLANS = (
     (64, SpanPlan(4, 4, 1, 3)),
@@ -89,16 +89,19 @@ def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
     return next((plan for most, plan in _SPAN_PLANS if num_pairs <= most), _LONG_SPAN)
 
 
+def part_tiles_of(max_tiles: int) -> int:
+    """Most tiles of a part, if rows have up to so many."""
+    return max(_PART_TILES, -(-max_tiles // MAX_PARTS))
+
+
 def most_parts_of(max_tiles: int) -> int:
     """Parts that a row of so many tiles may have."""
-    return min(-(-max_tiles // _PART_TILES), MAX_PARTS)
+    return -(-max_tiles // part_tiles_of(max_tiles))
 
 
-def parts_plan_for(
-    num_rows: int, num_kv_heads: int, max_tiles: int, *, is_fp8: bool
-) -> PartsPlan | None:
+def parts_plan_for(num_rows: int, num_kv_heads: int, max_tiles: int) -> PartsPlan | None:
     """The plan for a launch shape whose rows are cut into parts; None: they are not."""
     is_many = num_rows * num_kv_heads > _MAX_WHOLE_PAIRS and num_rows <= MAX_PARTED_ROWS
-    if not is_fp8 or not is_many or max_tiles <= _PART_TILES:
+    if not is_many or max_tiles <= _PART_TILES:
         return None
-    return PartsPlan(4, 4, -(-max_tiles // most_parts_of(max_tiles)))
+    return PartsPlan(4, 4, part_tiles_of(max_tiles))

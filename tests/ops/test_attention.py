@@ -129,13 +129,13 @@ def test_plans_depend_on_the_launch_shape_and_fit_a_cluster():
                 assert splits in (1, 2, 4, 8) and splits * warps <= 32, (plan, span)
 
 
-@pytest.mark.parametrize("max_tiles", [64, 65, 126, 256, 512, 2048, 4000])
+@pytest.mark.parametrize("max_tiles", [64, 96, 97, 256, 512, 2048, 4000])
 def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
     most_parts = attention_plans.most_parts_of(max_tiles)
     assert most_parts <= attention_plans.MAX_PARTS
     for num_rows in (1, 49, 50, 64, 128, 129):
-        plan = attention_plans.parts_plan_for(num_rows, 8, max_tiles, is_fp8=True)
-        assert (plan is not None) == (50 <= num_rows <= 128 and max_tiles > 64)
+        plan = attention_plans.parts_plan_for(num_rows, 8, max_tiles)
+        assert (plan is not None) == (50 <= num_rows <= 128 and max_tiles > 96)
         if plan is not None:
             assert plan.part_tiles >= 16 and -(-max_tiles // plan.part_tiles) <= most_parts
 

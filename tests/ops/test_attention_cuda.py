@@ -263,7 +263,7 @@ def test_the_dummy_slot_disturbs_nobody(on_gpu):
 @pytest.mark.parametrize("is_chained", [False, True])
 def test_replay_is_eager(on_gpu, num_rows, is_chained):
     """Of a chain as a frame has it, with new inputs in the captured buffers."""
-    case = on_gpu(mixed_lengths(num_rows, longest=2000), S2_PRO)
+    case = on_gpu(mixed_lengths(num_rows, longest=2000), S2_PRO, max_len=4096)
     rows = torch.zeros(num_rows, 3, dtype=torch.int32, device="cuda")
     table = torch.randn(4, 6144, device="cuda").bfloat16()
     pages, scratch = copied(case.pages), attention_launch.Scratch(8, 4, 128, 16, case.qkv.device)
