@@ -103,7 +103,7 @@ class DecodeLoop:
             self._admit(self._arriving)
             self._arriving = []
             runnable = self._runnable(time.perf_counter_ns())
-        launched = self._launch(self._boarding(runnable)) if runnable else None
+        launched = self._launch(runnable) if runnable else None
         if self._in_order and launched is not None:
             launched.stepped.wait_on_host()
             self._drain(launched)
@@ -176,17 +176,6 @@ class DecodeLoop:
             bucket_of=self.frames.size_for,
         )
         return [ready[i] for i in chosen]
-
-    def _boarding(self, streams: list[_Stream]) -> list[_Stream]:
-        """Those whose riders find room in the step, first come, first served; the others are in the
-        next one."""
-        room, boarding = self.frames.max_riders, []
-        for stream in streams:
-            num_riders = stream.riders.num_rows if stream.riders else 0
-            if num_riders <= room:
-                room -= num_riders
-                boarding.append(stream)
-        return boarding
 
     def _candidate(self, stream: _Stream, now_ns: int) -> Candidate:
         join = stream.join

@@ -14,8 +14,6 @@ from realtime.pingpong.prefill_rows import Piece
 from realtime.pingpong.steps import Join
 from realtime.pingpong.tenants import Tenant, Turn
 
-_RIDE_WITHIN = 2  # steps that take riders along
-
 
 class HandOver:
     """One thread, the prefill thread, uses it."""
@@ -42,9 +40,8 @@ class HandOver:
         self._num_ridden = num_ridden
 
     def takes_riders(self, num_rows: int) -> bool:
-        """Whether so many more would ride with one of decode's next steps."""
-        room = _RIDE_WITHIN * self.max_riders - (self.num_riders - self._num_ridden())
-        return 0 < num_rows <= min(self.max_riders, room)
+        """Whether so many more would ride with decode's next step."""
+        return 0 < num_rows <= self.max_riders - (self.num_riders - self._num_ridden())
 
     def with_riders(self, tenant: Tenant, turn: Turn, num_rows: int) -> None:
         """Hand over a slot whose last so many rows are not written; its pages are there."""
