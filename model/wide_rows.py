@@ -1,8 +1,9 @@
 """Blocks for many rows at once: plain matrices and the vendor's matrix products.
 
-The kernels of `ops.linear` stream weights for the few rows of a decode step. With a hundred rows
+The kernels of `ops.linear` stream weights for the few rows of a decode step. With hundreds of rows
 the products are arithmetic, and the vendor's library is faster: prefill of many sessions' texts and
-decode of more streams than that go this way. It costs the weights a second time, in bf16.
+decode of more streams than that go this way. It costs the weights a second time: as they are, or in
+bf16 where the library has no block-scaled product for a block's shapes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import Tensor
 from model.config import StackConfig
 from model.layers import MATRICES, Block
 from ops import reference
-from ops.quantize import Activation, Kind, quantize_weight, rms_norm
+from ops.plain_linear import PlainWeight, multiplies_scaled, plain_linear
+from ops.quantize import Activation, Kind, quantize_rows, quantize_weight, rms_norm
 from ops.reference_fp8 import dequantize_weight
 
 # More rows than these are faster here. H200, S2 Pro: a bf16 layer of 128 rows at 512 positions takes
-# 166 us here and 152 us through the streaming kernels; a bsfp8 frame of 192 streams (context 600) 13.7
-# and 16.4 ms, a bsfp8 prefill call of 512 rows 9.5 and 13.0 ms.
+# 166 us here and 152 us through the streaming kernels; a bsfp8 block without attention of 192 rows 113
+# and 130 us, of 512 rows 163 and 194 us (186 us with bf16 matrices).
 MOST_NARROW_ROWS: dict[Kind, int] = {"bf16": 128, "bsfp8": 128}
 _MEMORY_SHARE = 0.25  # of what is free that the second copy may take
 
@@ -31,42 +33,47 @@ class WideBlock:
     """A block with plain matrices and the interface of a fused one."""
 
     config: StackConfig
-    kind: Kind  # always "bf16": of what attention hands over
+    kind: Kind  # of what attention hands over
     attention_norm: Tensor
-    wqkv: Tensor
+    wqkv: PlainWeight
     qkv_bias: Tensor | None
     qk_norm: Tensor | None
-    wo: Tensor
+    wo: PlainWeight
     o_bias: Tensor | None
     ffn_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: PlainWeight
+    down: PlainWeight
 
     @classmethod
     def of(cls, block: Block, kind: Kind) -> WideBlock:
         """The matrices as blocks of `kind` have them: shared with the block, which may drop them
-        afterwards, or the quantised ones again in the model's dtype."""
+        afterwards, or in the model's dtype again."""
+        device = block.attention_norm.device
+        shapes = [getattr(block, name).shape for name in MATRICES]
+        is_scaled = kind == "bsfp8" and all(multiplies_scaled(device, *shape) for shape in shapes)
+        wqkv, wo, gate_up, down = (_plain(block, name, kind, is_scaled) for name in MATRICES)
         return cls(
             config=block.config,
-            kind="bf16",
+            kind=wqkv.kind,
             attention_norm=block.attention_norm,
-            wqkv=_plain(block, "wqkv", kind),
+            wqkv=wqkv,
             qkv_bias=block.qkv_bias,
             qk_norm=block.qk_norm,
-            wo=_plain(block, "wo", kind),
+            wo=wo,
             o_bias=block.o_bias,
             ffn_norm=block.ffn_norm,
-            gate_up=_plain(block, "gate_up", kind),
-            down=_plain(block, "down", kind),
+            gate_up=gate_up,
+            down=down,
         )
 
     @property
     def matrices(self) -> tuple[Tensor, ...]:
-        return self.wqkv, self.wo, self.gate_up, self.down
+        weights = (self.wqkv, self.wo, self.gate_up, self.down)
+        return tuple(tensor for weight in weights for tensor in weight.tensors())
 
     def project(self, x: Tensor) -> Tensor:
         """[M, C] -> queries, keys and values [M, H + 2 H_kv, D], neither normed nor rotated."""
-        qkv = reference.linear(self._normed(x, self.attention_norm), self.wqkv, self.qkv_bias)
+        qkv = plain_linear(self._normed(x, self.attention_norm), self.wqkv, self.qkv_bias)
         return qkv.view(x.shape[0], -1, self.config.head_dim)
 
     def forward(
@@ -74,15 +81,12 @@ class WideBlock:
     ) -> Tensor:
         """[M, C] -> [M, C]."""
         attended = attend(layer, self, self.project(x))
-        assert isinstance(attended, Tensor), self.kind
-        x = x + reference.linear(attended, self.wo, self.o_bias)
-        gate_up = reference.linear(self._normed(x, self.ffn_norm), self.gate_up, None)
-        return x + reference.linear(reference.swiglu(gate_up), self.down, None)
+        x = x + plain_linear(attended, self.wo, self.o_bias)
+        hidden = reference.swiglu(plain_linear(self._normed(x, self.ffn_norm), self.gate_up))
+        return x + plain_linear(hidden if self.kind == "bf16" else quantize_rows(hidden), self.down)
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        normed = rms_norm(x, weight, self.config.norm_eps, "bf16")
-        assert isinstance(normed, Tensor)
-        return normed
+    def _normed(self, x: Tensor, weight: Tensor) -> Activation:
+        return rms_norm(x, weight, self.config.norm_eps, self.kind)
 
 
 def has_room(blocks: list[Block]) -> bool:
@@ -95,11 +99,13 @@ def has_room(blocks: list[Block]) -> bool:
     return bool(num_values * torch.bfloat16.itemsize <= _MEMORY_SHARE * num_free)
 
 
-def _plain(block: Block, name: str, kind: Kind) -> Tensor:
+def _plain(block: Block, name: str, kind: Kind, is_scaled: bool) -> PlainWeight:
     matrix: Tensor = getattr(block, name).detach()
     matrix = matrix.to_dense() if matrix.is_mkldnn else matrix
     if kind == "bsfp8":
         scale: Tensor | None = getattr(block, f"{name}_scale", None)
-        quantised = quantize_weight(matrix) if scale is None else (matrix, scale.detach())
-        matrix = dequantize_weight(*quantised).to(block.attention_norm.dtype)
-    return reference.pack_weight(matrix)
+        data, scale = quantize_weight(matrix) if scale is None else (matrix, scale.detach())
+        if is_scaled:
+            return PlainWeight(data.contiguous(), scale.contiguous())
+        matrix = dequantize_weight(data, scale).to(block.attention_norm.dtype)
+    return PlainWeight(reference.pack_weight(matrix))
