@@ -115,7 +115,7 @@ def launch(
     plan = variant.plan
     if isinstance(x, PendingNorm) and not (isinstance(plan, Plan) and plan.norm):
         x = x.run()
-    tensor_map, norm, scale = _rows(x, plan.rows)
+    tensor_map, norm, scale = _rows(x, plan.box_rows(shape[0]))
     row_tiles, k_tiles = map(ctypes.c_int32, weight.tiling)
     variant.kernel.launch(
         variant.grid,
@@ -207,15 +207,13 @@ def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _O
     return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
 
 
-def _rows(
-    x: Input, rows_per_cta: int
-) -> tuple[ctypes.Array[ctypes.c_uint64], _Norm, Tensor | None]:
+def _rows(x: Input, box_rows: int) -> tuple[ctypes.Array[ctypes.c_uint64], _Norm, Tensor | None]:
     """x as the kernel takes it: for the copy engine, or for the norm; and its scales."""
     if isinstance(x, PendingNorm):
         norm = _Norm(x.x.data_ptr(), x.weight.data_ptr(), x.eps, *x.shape)
         return _NO_TENSOR_MAP, norm, None
     values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
-    tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), rows_per_cta)
+    tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), box_rows)
     return tensor_map, _NO_NORM, scale
 
 

@@ -42,6 +42,10 @@ class Plan:
         """Of x that a CTA takes."""
         return self.cols
 
+    def box_rows(self, _num_rows: int) -> int:
+        """Of x that the copy engine fetches at once."""
+        return self.cols
+
     def num_ctas(self, row_tiles: int, cluster: int) -> int:
         """Along the weight; whole clusters."""
         assert row_tiles % self.warpgroups == 0, (self, row_tiles)
@@ -121,6 +125,10 @@ class WidePlan:
     def rows(self) -> int:
         """Of x that a CTA takes."""
         return 64 * self.row_groups
+
+    def box_rows(self, num_rows: int) -> int:
+        """Of x that the copy engine fetches at once."""
+        return min(self.rows, ceil_div(num_rows, 8) * 8)
 
     @property
     def features(self) -> int:

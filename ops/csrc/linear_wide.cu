@@ -36,6 +36,7 @@ struct Problem {
   int first, end;     // of this CTA: rows of the weight
   int begin, blocks;  // its K tiles
   int first_row;      // of x
+  int act_bytes;      // of a stage: of no more rows than x has, as the copy engine fills others slowly
 };
 
 // Rows `first` to `end`, 128 bytes of K of each; a row tile holds 64 of them.
@@ -55,7 +56,7 @@ DEVICE void load_activations(const Shared& shared, const Problem& p, const Tenso
                              int stage) {
   const u32 barrier = shared.full + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, kRows) * 4 : 0;
-  barrier_expect(barrier, kActBytes + scale_bytes);
+  barrier_expect(barrier, p.act_bytes + scale_bytes);
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
       "%3}], [%4];" ::"r"(shared.ring + stage * kStageBytes + kWeightBytes),
@@ -232,7 +233,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   const Shared shared = {shared_address(ring), shared_address(scales), shared_address(barriers),
                          shared_address(barriers + STAGES)};
   const Problem problem = {tiles, act_scales, num_blocks, output.scale_stride, first,
-                           end,   begin,      blocks,     first_row};
+                           end,   begin,      blocks,     first_row,
+                           min(kRows, (output.num_rows + 7) / 8 * 8) * 128};
   Producer producer = {shared, problem, map};
   const bool is_producer = thread == kConsumers;
   if (is_producer) producer.start();
