@@ -147,6 +147,31 @@ async def test_voices(tmp_path: Path) -> None:
             await client.voices.get(voice.id)
 
 
+async def test_voices_and_errors_of_the_synchronous_twin(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served:
+
+        def work() -> None:
+            with sync_client(served) as client:
+                voice = client.voices.create(title="Anna", voices=[clip()], texts=["what I said"])
+                assert client.voices.get(voice.id).title == "Anna"
+                assert [v.id for v in client.voices.list(self_only=True).items] == [voice.id]
+                assert client.tts.convert(text=TEXT, reference_id=voice.id)
+                client.voices.delete(voice.id)
+                with pytest.raises(NotFoundError, match="there is no model"):
+                    client.voices.get(voice.id)
+                with pytest.raises(NotFoundError, match="there is no voice"):
+                    client.tts.convert(text=TEXT, reference_id=voice.id)
+                with pytest.raises(APIError, match="sample_rate") as refused:
+                    client.tts.convert(text=TEXT, config=TTSConfig(format="pcm", sample_rate=1))
+                assert refused.value.status == 400
+                with pytest.raises((WebSocketError, ExceptionGroup)) as failed:
+                    list(client.tts.stream_websocket(pieces(), reference_id=voice.id))
+                assert "WebSocketError" in repr(failed.value)
+
+        await asyncio.to_thread(work)
+        await served.until_free()
+
+
 async def test_errors(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, num_slots=1)
     async with serving(tmp_path, engine) as served, async_client(served) as client:
