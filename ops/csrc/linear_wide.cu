@@ -214,8 +214,7 @@ DEVICE void finish(const float (&acc)[WIDTH / 2], u32* maxima, u8* ring, const O
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     linear_wide(const __grid_constant__ TensorMap map, const u8* tiles, const float* tile_scales,
-                const float* act_scales, Output output, int num_blocks,
-                int row_tiles) {
+                const float* act_scales, Output output, int num_blocks, int row_tiles) {
   extern __shared__ __align__(1024) u8 ring[];
   float* scales = reinterpret_cast<float*>(ring + STAGES * kStageBytes);
   u32* maxima = reinterpret_cast<u32*>(scales + (IS_FP8 ? STAGES * kRows : 0));

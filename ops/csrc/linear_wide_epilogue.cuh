@@ -231,7 +231,8 @@ DEVICE void store_fp8_tile(const float (&h)[WIDTH / 4], const u32* maxima, u8* r
   const int boundary = (group + 1) * 128 - rank * kFeatures;  // of this CTA's features
   float factors[2][2];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) factors[i / 2][i % 2] = factor_of(min(group + i / 2, GROUPS - 1), at.row + i % 2 * 8);
+  for (int i = 0; i < 4; ++i)
+    factors[i / 2][i % 2] = factor_of(min(group + i / 2, GROUPS - 1), at.row + i % 2 * 8);
 #pragma unroll
   for (int i = 0; i < WIDTH / 8; ++i) {
     const int column = at.col_group * (WIDTH / 2) + i / 2 * 8;

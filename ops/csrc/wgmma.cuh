@@ -28,14 +28,12 @@ struct Wgmma;
 #define D8(i) D4(i), D4(i + 4)
 #define D16(i) D8(i), D8(i + 8)
 #define D24(i) D16(i), D8(i + 16)
+#define D32(i) D16(i), D16(i + 16)
 #define D40(i) D32(i), D8(i + 32)
 #define D44(i) D40(i), D4(i + 40)
-#define D80(i) D64(i), D16(i + 64)
-#define D88(i) D80(i), D8(i + 80)
-#define D96(i) D64(i), D32(i + 64)
-#define D32(i) D16(i), D16(i + 16)
 #define D48(i) D32(i), D16(i + 32)
 #define D64(i) D32(i), D32(i + 32)
+#define D80(i) D64(i), D16(i + 64)
 
 // One instruction: k = 32 for e4m3, 16 for bf16. The old value of d counts if `accumulate` is not 0.
 #define DEFINE_WGMMA(N, OUTPUTS, REGISTERS, A, B, P)                                              \
@@ -69,13 +67,10 @@ struct Wgmma;
 #define R32 R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define R48 R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define R64 R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-
 #define R40 R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define R44 R40 ", %40, %41, %42, %43"
-#define R80                                                                                           \
+#define R80                                                                                       \
   R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define R88 R80 ", %80, %81, %82, %83, %84, %85, %86, %87"
-#define R96 R88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 
 DEFINE_WGMMA(8, D4(0), R4, "%4", "%5", "%6")
 DEFINE_WGMMA(16, D8(0), R8, "%8", "%9", "%10")
@@ -87,5 +82,3 @@ DEFINE_WGMMA(88, D44(0), R44, "%44", "%45", "%46")
 DEFINE_WGMMA(96, D48(0), R48, "%48", "%49", "%50")
 DEFINE_WGMMA(128, D64(0), R64, "%64", "%65", "%66")
 DEFINE_WGMMA(160, D80(0), R80, "%80", "%81", "%82")
-DEFINE_WGMMA(176, D88(0), R88, "%88", "%89", "%90")
-DEFINE_WGMMA(192, D96(0), R96, "%96", "%97", "%98")
