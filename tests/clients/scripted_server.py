@@ -88,6 +88,11 @@ class Peer:
         assert isinstance(message, kind), f"expected {kind.__name__}, got {message}"
         return message
 
+    async def expect_turn(self) -> None:
+        """A turn whose text comes in one message."""
+        await self.expect(TextAppend)
+        await self.expect(TurnCommit)
+
     async def send(self, *messages: ServerMessage) -> None:
         for message in messages:
             await self.socket.send(encode(message))

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from clients import TurnCancelled, TurnText, Warn, connect
-from realtime.wire import TextAppend, TurnCancel, TurnCommit, TurnMetrics
+from realtime.wire import TextAppend, TurnCancel, TurnMetrics
 from tests.clients.scripted_server import (
     PACKET,
     PCM_FORMAT,
@@ -18,8 +18,7 @@ from tests.clients.scripted_server import (
 async def test_cancel_gives_the_account_and_late_audio_is_dropped() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, [PACKET] * 5)
         cancel = await peer.expect(TurnCancel)
         assert cancel.played_ms == 30.0
@@ -28,8 +27,7 @@ async def test_cancel_gives_the_account_and_late_audio_is_dropped() -> None:
             TurnCancelled(turn_id=1, spoken_text="Hel", remaining_text="lo", played_ms=30.0)
         )
         await peer.audio(1, [PACKET], first_seq=10)
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(2, [PACKET])
         await peer.done(2, 1)
         await peer.until_closed()
@@ -81,8 +79,7 @@ async def test_cancel_while_text_still_streams() -> None:
 async def test_cancel_after_done_while_it_still_plays() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, [PACKET])
         await peer.done(1, 1)
         await peer.expect(TurnCancel)
@@ -121,8 +118,7 @@ async def test_a_cancelled_turn_has_the_metrics_that_the_server_tells() -> None:
 async def test_done_that_crosses_a_cancel_ends_in_the_account() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, [PACKET])
         await peer.expect(TurnCancel)
         await peer.done(1, 1)
@@ -142,8 +138,7 @@ async def test_done_that_crosses_a_cancel_ends_in_the_account() -> None:
 async def test_cancel_of_what_the_server_has_forgotten_is_accounted_here() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, [PACKET] * 2)
         await peer.send(TurnText(turn_id=1, text="One. ", audio_ms=20.0))
         await peer.send(TurnText(turn_id=1, text="One. Two.", audio_ms=40.0))

@@ -1,7 +1,7 @@
 """`Session.interrupt`: everything that is or would be said, in one call."""
 
 from clients import ConnectionLost, TurnCancelled, TurnDone, connect
-from realtime.wire import AudioFormat, TextAppend, TurnCancel, TurnCommit, TurnText
+from realtime.wire import AudioFormat, TextAppend, TurnCancel, TurnText
 from tests.clients.scripted_server import Peer, scripted_server, session_with, talker
 
 PCM_FORMAT = AudioFormat(codec="pcm_s16le")
@@ -12,8 +12,7 @@ async def two_turns(peer: Peer) -> None:
     """Speaks of the first of two turns only, and accounts for both when they are cancelled."""
     await peer.accept()
     for _ in range(2):
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
     await peer.audio(1, [P] * 5)
     second = await peer.expect(TurnCancel)
     first = await peer.expect(TurnCancel)
@@ -73,8 +72,7 @@ async def test_queued_turns_are_spoken_one_after_another() -> None:
 async def test_what_still_plays_after_the_connection_is_lost_is_accounted_here() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, [P] * 2)
         await peer.send(TurnText(turn_id=1, text="One. ", audio_ms=20.0))
         await peer.done(1, 2)

@@ -12,10 +12,8 @@ from clients.devices import NullDevice, SoundCard
 from clients.player import Playback, Player
 from realtime.wire import (
     AudioFormat,
-    TextAppend,
     TurnCancel,
     TurnCancelled,
-    TurnCommit,
 )
 from tests.clients.scripted_server import (
     PACKET_SAMPLES,
@@ -83,8 +81,7 @@ async def test_what_is_heard_is_what_was_said_and_no_sample_more(format) -> None
 async def test_the_padding_of_the_last_packet_is_not_played() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, level(100, 1))
         await peer.audio(1, level(200, 1), first_seq=1, is_last=True)
         await peer.done(1, 2, num_samples=PACKET_SAMPLES + 100)
@@ -120,8 +117,7 @@ async def barge_in(peer: Peer) -> None:
     """Speaks of two turns at once, goes on a little after the cancel, then speaks a third."""
     await peer.accept()
     for _ in range(2):
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
     await peer.audio(1, level(1000, 10))
     await peer.done(1, 10)
     await peer.audio(2, level(2000, 5))
@@ -137,8 +133,7 @@ async def barge_in(peer: Peer) -> None:
             )
         )
     await peer.audio(2, level(2000, 5), first_seq=10)
-    await peer.expect(TextAppend)
-    await peer.expect(TurnCommit)
+    await peer.expect_turn()
     await peer.audio(3, level(3000, 4))
     await peer.done(3, 4)
     await peer.until_closed()
@@ -198,8 +193,7 @@ async def test_underruns_are_counted() -> None:
 
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, level(1000, 3))
         await may_go_on.wait()
         await peer.audio(1, level(1000, 3), first_seq=3)
@@ -227,8 +221,7 @@ async def test_underruns_are_counted() -> None:
 async def test_a_turn_that_is_lost_is_played_as_far_as_it_came_and_then_raises() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, level(1000, 5))
         await peer.socket.close(1011)
 
@@ -251,8 +244,7 @@ async def test_audio_that_cannot_be_decoded_cancels_its_turn() -> None:
 
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, [b"\0\0\0"])
         await peer.expect(TurnCancel)
         cancelled.set()

@@ -76,8 +76,7 @@ def test_retry_after_is_waited_for_whole() -> None:
 async def drop_first(peer: Peer) -> None:
     """Lose the connection in the middle of the first turn."""
     await peer.accept()
-    await peer.expect(TextAppend)
-    await peer.expect(TurnCommit)
+    await peer.expect_turn()
     await peer.audio(1, [P] * 3)
     await peer.send(TurnText(turn_id=1, text="one ", audio_ms=60.0))
     await peer.socket.close(1012)

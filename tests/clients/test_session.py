@@ -181,8 +181,7 @@ async def test_messages_of_a_newer_server_are_ignored() -> None:
     async def script(peer: Peer) -> None:
         await peer.send_raw('{"type":"server.hello"}')
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.send_raw('{"type":"turn.mood","turn_id":1}')
         await peer.audio(1, [PACKET])
         await peer.done(1, 1)

@@ -6,7 +6,7 @@ import pytest
 
 from clients import ConnectionLost, EngineError, ProtocolError, SessionError, TurnCancelled, connect
 from realtime.errors import CapacityError
-from realtime.wire import Error, SessionClose, SessionClosing, TextAppend, TurnCancel, TurnCommit
+from realtime.wire import Error, SessionClose, SessionClosing, TextAppend, TurnCancel
 from tests.clients.scripted_server import (
     PACKET,
     PACKETS_PER_WORD,
@@ -46,8 +46,7 @@ async def test_text_that_came_too_fast_says_when_to_come_back() -> None:
 async def test_an_error_of_a_turn_is_raised_there_and_the_session_goes_on(code, kind) -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, [PACKET])
         await peer.send(Error(code=code, message="no", param="text", turn_id=1))
         await peer.expect(TurnCancel)
@@ -55,8 +54,7 @@ async def test_an_error_of_a_turn_is_raised_there_and_the_session_goes_on(code, 
         await peer.send(
             TurnCancelled(turn_id=1, spoken_text="", remaining_text="Hello", played_ms=0.0)
         )
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(2, [PACKET])
         await peer.done(2, 1)
         await peer.until_closed()
@@ -93,8 +91,7 @@ async def test_a_turn_that_an_error_without_a_turn_ended_is_cancelled_and_the_ne
         await peer.send(Error(code="text_too_long", message="turn 1: too long"))
         assert (await peer.expect(TurnCancel)).turn_id == 1
         await peer.send(Error(code="turn_too_long", message="no", turn_id=1, keeps_turn=True))
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.send(Error(code="turn_too_long", message="no", turn_id=1, keeps_turn=True))
         await peer.audio(2, [PACKET])
         await peer.done(2, 1)
@@ -148,8 +145,7 @@ async def test_a_fatal_error_ends_the_session() -> None:
 async def test_closed_before_done_is_connection_lost(close_code) -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(1, [PACKET])
         await peer.send(SessionClosing(reason="shutting_down"))
         await peer.socket.close(close_code)
@@ -233,8 +229,7 @@ async def test_a_turn_that_nobody_reads_fails_alone(monkeypatch) -> None:
         await peer.audio(1, [PACKET] * 5)
         await peer.expect(TurnCancel)
         overflowed.set()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.audio(2, [PACKET])
         await peer.done(2, 1)
         await peer.until_closed()

@@ -22,7 +22,7 @@ from clients import (
 from clients.loop_thread import LoopThread
 from clients.sync import connect
 from clients.sync_player import Player
-from realtime.wire import AudioFormat, Error, SessionUpdate, TextAppend, TurnCancel, TurnCommit
+from realtime.wire import AudioFormat, Error, SessionUpdate, TextAppend, TurnCancel
 from tests.clients.scripted_server import (
     PACKETS_PER_WORD,
     Peer,
@@ -119,8 +119,7 @@ def test_leaving_a_loop_or_a_block_cancels_the_turn() -> None:
 
 async def speak_until_cancelled(peer: Peer) -> None:
     await peer.accept()
-    await peer.expect(TextAppend)
-    await peer.expect(TurnCommit)
+    await peer.expect_turn()
     await peer.audio(1, [P] * 2)
     cancel = await peer.expect(TurnCancel)
     await peer.audio(1, [P] * 3, first_seq=2)
@@ -174,8 +173,7 @@ def test_errors_come_through() -> None:
         await peer.accept()
         await peer.expect(SessionUpdate)
         await peer.send(Error(code="voice_not_found", message="no voice 'eve'", param="voice"))
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         await peer.socket.close(1011)
 
     with served(script) as server, connect(server.url) as session:
@@ -249,8 +247,7 @@ def test_leaving_the_block_wakes_who_reads() -> None:
 def test_ctrl_c_ends_the_wait_and_cancels_the_turn() -> None:
     async def script(peer: Peer) -> None:
         await peer.accept()
-        await peer.expect(TextAppend)
-        await peer.expect(TurnCommit)
+        await peer.expect_turn()
         signal.pthread_kill(main, signal.SIGINT)
         await peer.expect(TurnCancel)
         await peer.until_closed()
