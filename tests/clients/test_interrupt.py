@@ -1,11 +1,15 @@
 """`Session.interrupt`: everything that is or would be said, in one call."""
 
 from clients import ConnectionLost, TurnCancelled, TurnDone, connect
-from realtime.wire import AudioFormat, TextAppend, TurnCancel, TurnText
-from tests.clients.scripted_server import Peer, scripted_server, session_with, talker
-
-PCM_FORMAT = AudioFormat(codec="pcm_s16le")
-P = b"\0\0" * 480
+from realtime.wire import TextAppend, TurnCancel, TurnText
+from tests.clients.scripted_server import (
+    PACKET,
+    PCM_FORMAT,
+    Peer,
+    scripted_server,
+    session_with,
+    talker,
+)
 
 
 async def two_turns(peer: Peer) -> None:
@@ -13,7 +17,7 @@ async def two_turns(peer: Peer) -> None:
     await peer.accept()
     for _ in range(2):
         await peer.expect_turn()
-    await peer.audio(1, [P] * 5)
+    await peer.audio(1, [PACKET] * 5)
     second = await peer.expect(TurnCancel)
     first = await peer.expect(TurnCancel)
     assert (first.turn_id, second.turn_id) == (1, 2)
@@ -73,7 +77,7 @@ async def test_what_still_plays_after_the_connection_is_lost_is_accounted_here()
     async def script(peer: Peer) -> None:
         await peer.accept()
         await peer.expect_turn()
-        await peer.audio(1, [P] * 2)
+        await peer.audio(1, [PACKET] * 2)
         await peer.send(TurnText(turn_id=1, text="One. ", audio_ms=20.0))
         await peer.done(1, 2)
         await peer.expect(TextAppend)

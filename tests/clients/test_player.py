@@ -18,13 +18,14 @@ from realtime.wire import (
 from tests.clients.scripted_server import (
     PACKET_SAMPLES,
     PACKETS_PER_WORD,
+    PCM_FORMAT,
     SAMPLE_RATE_HZ,
     Peer,
     scripted_server,
+    session_with,
     talker,
 )
 
-PCM_FORMAT = AudioFormat(codec="pcm_s16le")
 WORD_MS = 20 * PACKETS_PER_WORD
 
 
@@ -88,22 +89,14 @@ async def test_the_padding_of_the_last_packet_is_not_played() -> None:
         await peer.until_closed()
 
     device = NullDevice()
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-        Player(session, device, buffer_ms=0) as player,
-    ):
+    async with session_with(script) as session, Player(session, device, buffer_ms=0) as player:
         await play_out(device, player.play("one"))
     assert np.count_nonzero(device.heard) == PACKET_SAMPLES + 100
 
 
 async def test_turns_are_played_in_order_and_wait_waits_for_all() -> None:
     device = NullDevice()
-    async with (
-        scripted_server(talker) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-        Player(session, device) as player,
-    ):
+    async with session_with(talker) as session, Player(session, device) as player:
         first, second = player.play("one two"), player.play(word for word in ["three ", "four"])
         waiting = asyncio.create_task(player.wait())
         await play_out(device, first)
@@ -201,11 +194,7 @@ async def test_underruns_are_counted() -> None:
         await peer.until_closed()
 
     device = NullDevice()
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-        Player(session, device) as player,
-    ):
+    async with session_with(script) as session, Player(session, device) as player:
         playing = player.play("one")
         while playing.num_underruns == 0:
             device.advance(10)
@@ -226,11 +215,7 @@ async def test_a_turn_that_is_lost_is_played_as_far_as_it_came_and_then_raises()
         await peer.socket.close(1011)
 
     device = NullDevice()
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-        Player(session, device) as player,
-    ):
+    async with session_with(script) as session, Player(session, device) as player:
         playing = player.play("one")
         with pytest.raises(ConnectionLost, match="5 packets"):
             await play_out(device, playing)
@@ -251,11 +236,7 @@ async def test_audio_that_cannot_be_decoded_cancels_its_turn() -> None:
         await peer.until_closed()
 
     device = NullDevice()
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-        Player(session, device) as player,
-    ):
+    async with session_with(script) as session, Player(session, device) as player:
         with pytest.raises(ProtocolError, match="not whole samples"):
             await play_out(device, player.play("one"))
         await cancelled.wait()

@@ -9,7 +9,6 @@ from clients import ConnectionFailed, ConnectionLost, EngineError, Reconnect, Vo
 from clients.reconnect import Attempts, is_retryable
 from realtime.errors import PlosiveError, ProtocolError, SessionError
 from realtime.wire import (
-    AudioFormat,
     SessionStart,
     SessionUpdate,
     TextAppend,
@@ -17,10 +16,16 @@ from realtime.wire import (
     TurnStarted,
     TurnText,
 )
-from tests.clients.scripted_server import Peer, ready, respond, scripted_server, talker
+from tests.clients.scripted_server import (
+    PACKET,
+    PCM_FORMAT,
+    Peer,
+    ready,
+    respond,
+    scripted_server,
+    talker,
+)
 
-PCM_FORMAT = AudioFormat(codec="pcm_s16le")
-P = b"\0\0" * 480
 AT_ONCE = Reconnect(initial_delay_s=0.0)
 
 
@@ -77,7 +82,7 @@ async def drop_first(peer: Peer) -> None:
     """Lose the connection in the middle of the first turn."""
     await peer.accept()
     await peer.expect_turn()
-    await peer.audio(1, [P] * 3)
+    await peer.audio(1, [PACKET] * 3)
     await peer.send(TurnText(turn_id=1, text="one ", audio_ms=60.0))
     await peer.socket.close(1012)
 
@@ -202,9 +207,9 @@ async def test_lost_at_any_step_a_turn_is_whole_or_fails_and_the_next_is_spoken(
             peer.accept(),
             peer.expect(TextAppend),
             peer.send(TurnStarted(turn_id=1)),
-            peer.audio(1, [P] * 2),
+            peer.audio(1, [PACKET] * 2),
             peer.expect(TurnCommit),
-            peer.audio(1, [P], first_seq=2),
+            peer.audio(1, [PACKET], first_seq=2),
             peer.send(TurnText(turn_id=1, text="one two", audio_ms=60.0)),
             peer.done(1, 3),
         ]

@@ -124,11 +124,7 @@ async def test_typed_events_of_a_turn() -> None:
         await peer.done(1, 1)
         await peer.until_closed()
 
-    async with (
-        scripted_server(script) as server,
-        connect(server.url, format=PCM_FORMAT) as session,
-        session.turn() as turn,
-    ):
+    async with session_with(script) as session, session.turn() as turn:
         await turn.append("Hi")
         await turn.flush()
         kinds = []

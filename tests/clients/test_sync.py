@@ -22,9 +22,11 @@ from clients import (
 from clients.loop_thread import LoopThread
 from clients.sync import connect
 from clients.sync_player import Player
-from realtime.wire import AudioFormat, Error, SessionUpdate, TextAppend, TurnCancel
+from realtime.wire import Error, SessionUpdate, TextAppend, TurnCancel
 from tests.clients.scripted_server import (
+    PACKET,
     PACKETS_PER_WORD,
+    PCM_FORMAT,
     Peer,
     Script,
     ScriptedServer,
@@ -32,8 +34,6 @@ from tests.clients.scripted_server import (
     talker,
 )
 
-PCM_FORMAT = AudioFormat(codec="pcm_s16le")
-P = b"\0\0" * 480
 TIMEOUT_S = 10.0
 WORD_MS = 20 * PACKETS_PER_WORD
 
@@ -120,9 +120,9 @@ def test_leaving_a_loop_or_a_block_cancels_the_turn() -> None:
 async def speak_until_cancelled(peer: Peer) -> None:
     await peer.accept()
     await peer.expect_turn()
-    await peer.audio(1, [P] * 2)
+    await peer.audio(1, [PACKET] * 2)
     cancel = await peer.expect(TurnCancel)
-    await peer.audio(1, [P] * 3, first_seq=2)
+    await peer.audio(1, [PACKET] * 3, first_seq=2)
     await peer.send(
         TurnCancelled(
             turn_id=1, spoken_text="one ", remaining_text="two", played_ms=cancel.played_ms or 0
