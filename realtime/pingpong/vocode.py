@@ -275,6 +275,8 @@ class VocodeLoop:
                     lead_ns = 0
                 is_last = len(voice.queue) > num_frames
                 is_tail = is_last and voice.is_over and self._may_pad
+                if is_tail:  # of the turn, not of a segment before the last one
+                    is_tail = num_frames == len(voice.queue) - voice.num_events
                 waiting[voice.idx] = Waiting(
                     num_frames, lead_ns, is_last, voice.interval_ns, is_tail
                 )

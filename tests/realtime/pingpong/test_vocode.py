@@ -141,6 +141,20 @@ def test_the_tail_of_a_turn_is_one_call_and_its_padding_is_not_heard(ends_turn):
         assert bench.pcm(slot)[-1] == (1, 0, 7), "the next turn starts anew"
 
 
+def test_a_segment_before_the_tail_is_not_padded(monkeypatch):
+    """Both wait for the device: the last one's frames go on where the first one's ended."""
+    bench = DeviceBench(monkeypatch)
+    bench.loop._may_pad = True
+    slot = bench.slots.acquire()
+    for frame in range(6):
+        segment, in_segment = divmod(frame, 3)
+        fields = {"segment": segment, "first_frame": 3 * segment, "is_limit": in_segment == 2}
+        bench.step((row(slot, in_segment, ends_turn=segment == 1, **fields), frame))
+    while bench.loop._voices[slot.idx].queue or bench.loop._in_flight:
+        bench.advance()
+    assert bench.pcm(slot) == [(0, frame, 1001 * frame) for frame in range(6)]
+
+
 def test_the_first_frame_of_the_next_turn_leaves_at_once_however_much_was_said_before():
     bench = Bench()
     slot = bench.slots.acquire()
