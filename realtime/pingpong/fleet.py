@@ -76,6 +76,10 @@ class FleetSlots(Slots):
         self._engines.append(engine)
 
     @property
+    def num_engines(self) -> int:
+        return len(self._engines)
+
+    @property
     def num_free(self) -> int:
         """Of the engines that live."""
         return sum(engine.slots.num_free for engine in self._engines if engine.failure is None)
@@ -169,8 +173,11 @@ class Fleet:
         self._prefixes: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in engines]
         self._voices: tuple[VoicePrompt, ...] = ()
         self._restarts = (
-            Restarts(self._current, revive, self._welcome, pauses or Pauses()) if revive else None
+            Restarts(self._current, self._bury, revive, self._welcome, pauses or Pauses())
+            if revive
+            else None
         )
+        self._closing: dict[SlotRef, int] = {}  # not answered yet: by which engine
         self._sink: Callable[[Event], None] = lambda event: None
         self._own_events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._teller = threading.Thread(target=self._tell, name="plosive-fleet", daemon=True)
@@ -204,12 +211,17 @@ class Fleet:
         if isinstance(command, OpenSlot):
             binding = self._place(command)
         engine = self._engines[binding.engine]
+        if isinstance(command, CloseSlot):  # before it can be answered
+            self._closing[command.slot] = binding.engine
         try:
             engine.submit(replace(command, slot=binding.local(command.slot)))
         except EngineError as error:
             if error.code == "engine_overloaded" or self.failure is not None:
                 raise
-            self._own_events.put(_of_dead_engine(command, error))
+            if isinstance(command, CloseSlot):
+                self._answer_close(command.slot)
+            else:
+                self._own_events.put(SlotFailed(command.slot, error.message))
 
     def set_blocked(self, slot: SlotRef, is_blocked: bool) -> None:
         if not self._slots.is_current(slot):
@@ -260,6 +272,20 @@ class Fleet:
         """By place, living or not."""
         return [self._engines[idx] for idx in self._members]
 
+    def _bury(self, place: int) -> None:
+        """On the thread of the restarts: end the dead engine of a place, and answer the closes that
+        it took and never answered. Whoever takes a close out of `_closing` answers it, nobody else."""
+        idx = self._members[place]
+        self._engines[idx].stop()  # it takes no more
+        for slot, engine_idx in list(self._closing.items()):
+            if engine_idx == idx:
+                self._answer_close(slot)
+
+    def _answer_close(self, slot: SlotRef) -> None:
+        """For a dead engine: no thread touches its slots any more."""
+        if self._closing.pop(slot, None) is not None:
+            self._own_events.put(SlotClosed(slot))
+
     def _welcome(self, place: int, engine: Engine) -> None:
         """On the thread of the restarts: `engine` is loaded. Sessions come to it when it is warm.
 
@@ -304,7 +330,7 @@ class Fleet:
         floor = own_share - _EVEN_SHARE if is_alive else 0.0
         having = [
             idx
-            for idx, prefixes in enumerate(self._prefixes)
+            for idx, prefixes in enumerate(self._prefixes[: self._slots.num_engines])
             if key in prefixes and self._slots.free_share(idx) > max(0.0, floor)
         ]
         best = self._slots.most_free(having)
@@ -322,8 +348,11 @@ class Fleet:
         """On the engine's thread. What it says of a slot that it no longer has is nobody's: an engine
         that dies may name slots that were closed long ago."""
         slot = self._slots.of_engine(engine_idx, event.slot)
-        if slot is not None:
-            self._sink(replace(event, slot=slot))
+        if slot is None:
+            return
+        if isinstance(event, SlotClosed) and self._closing.pop(slot, None) is None:
+            return  # `_bury` has answered for it
+        self._sink(replace(event, slot=slot))
 
     def _tell(self) -> None:
         """The fleet's own events: the event loop, which causes them, must not wait for the sink."""
@@ -335,13 +364,6 @@ class Fleet:
 def _check_same_model(engine: Engine, info: EngineInfo) -> None:
     same = replace(engine.info, num_slots=info.num_slots)
     assert same == info, f"engines of different models: {engine.info}, {info}"
-
-
-def _of_dead_engine(command: Command, error: EngineError) -> Event:
-    """No thread touches its slots any more, so a close is done at once."""
-    if isinstance(command, CloseSlot):
-        return SlotClosed(command.slot)
-    return SlotFailed(command.slot, error.message)
 
 
 def _key(voices: tuple[VoicePrompt, ...], prompt: str) -> bytes:

@@ -49,6 +49,7 @@ class Restarts:
 
     Args:
         engines: those that should live now, by place.
+        bury: ends a dead one.
         begin: starts making an engine for a place.
         welcome: takes a loaded engine in; raises PlosiveError if it dies while it is warmed up.
     """
@@ -56,11 +57,13 @@ class Restarts:
     def __init__(
         self,
         engines: Callable[[], Sequence[Engine]],
+        bury: Callable[[int], None],
         begin: Callable[[int], Newcomer],
         welcome: Callable[[int, Engine], None],
         pauses: Pauses,
     ) -> None:
         self._engines = engines
+        self._bury = bury
         self._begin = begin
         self._welcome = welcome
         self._pauses = pauses
@@ -98,7 +101,7 @@ class Restarts:
         if now_s - place.since_s >= self._pauses.lasting_s:
             place.num_tries = 0
         logger.error("engine %d of %d has died: %s", idx, len(self._places), engine.failure)
-        engine.stop()
+        self._bury(idx)
         self._wait(idx, place)
 
     def _try(self, idx: int, place: _Place) -> None:

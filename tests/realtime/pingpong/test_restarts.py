@@ -4,19 +4,22 @@ import logging
 import queue
 import threading
 
+import numpy as np
 import pytest
 
 from realtime.errors import PlosiveError
 from realtime.pingpong.fleet import Fleet
-from realtime.pingpong.messages import CloseSlot, SlotClosed, SlotRef, TurnEnd
+from realtime.pingpong.messages import CloseSlot, SlotClosed, SlotRef, TurnEnd, VoicePrompt
 from realtime.pingpong.restarts import Pauses
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.tone import ToneConfig, ToneEngine
 from tests.support.recorder import Recorder
 from tests.support.tones import opened, say
+from tests.support.waiting import wait_until
 
 QUICK = Pauses(look_s=0.005, first_s=0.0, most_s=0.0)
 WAIT_S = 20.0
+VOICE = VoicePrompt("a", "a voice", np.zeros((1, 3), np.int32))
 
 
 class Mortal(ToneEngine):
@@ -203,3 +206,44 @@ def test_an_engine_of_another_model_is_not_let_in(make_rig, caplog) -> None:
     rig.next()
     assert rig.came.wait(WAIT_S)
     assert "engines of different models" in caplog.text
+
+
+def test_a_slot_whose_close_died_with_its_engine_is_free_again(make_rig) -> None:
+    rig = make_rig()
+    slots = [opened(rig.fleet, rig.recorder) for _ in range(2)]
+    dead = rig.engines[rig.fleet.slots.binding(slots[0]).engine]
+    dead.submit = lambda command: None  # its device hangs: what it takes it never answers
+    closed = rig.fleet.slots.bump(slots[0])
+    rig.fleet.submit(CloseSlot(closed))
+    dead.die()
+    assert rig.recorder.wait(SlotClosed).slot == closed
+    rig.fleet.slots.release(closed)
+    assert rig.came.wait(WAIT_S)
+    again = opened(rig.fleet, rig.recorder)
+    assert rig.fleet.slots.binding(again).engine == 2
+    rig.close(again)
+    rig.close(slots[1])
+    closes = [event.slot for event in rig.recorder.events if isinstance(event, SlotClosed)]
+    assert len(closes) == 3, closes
+
+
+def test_a_session_opens_while_an_engine_comes_in(make_rig) -> None:
+    """Its warm voices are known a moment before sessions may be placed on it."""
+    rig = make_rig()
+    add, has_opened = rig.fleet.slots.add, threading.Event()
+
+    def add_after_opening(*args: object, **options: object) -> None:
+        assert has_opened.wait(WAIT_S)
+        add(*args, **options)
+
+    rig.fleet.slots.add = add_after_opening
+    rig.fleet._voices = (VOICE,)
+    rig.engines[0].die()
+    rig.next()
+    wait_until(lambda: len(rig.fleet._prefixes) == 3)
+    try:
+        slot = opened(rig.fleet, rig.recorder, voices=(VOICE,))
+    finally:
+        has_opened.set()
+    assert rig.fleet.slots.binding(slot).engine == 1
+    rig.close(slot)
