@@ -183,7 +183,7 @@ class _Norm(ctypes.Structure):
 
 
 class _Output(ctypes.Structure):
-    """`Output` of linear_epilogue.cuh."""
+    """`Output` of linear_common.cuh."""
 
     _fields_ = (
         ("bias", ctypes.c_void_p),

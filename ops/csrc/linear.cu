@@ -21,10 +21,6 @@
 
 namespace {
 
-struct alignas(64) TensorMap {
-  u64 opaque[16];
-};
-
 struct Shared {
   u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole with NORM
 };
@@ -59,23 +55,12 @@ DEVICE void load_activations(const Shared& shared, const Problem& p, const Tenso
   const u32 barrier = shared.full + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, COLS) * 4 : 0;
   barrier_expect(barrier, kActBytes + scale_bytes);
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(shared.operand + stage * kStageBytes),
-      "l"(&map), "r"(block * (IS_FP8 ? 128 : 64)), "r"(p.first_row), "r"(barrier)
-      : "memory");
+  load_rows(shared.operand + stage * kStageBytes, map, block, p.first_row, barrier);
   if (IS_FP8)
     bulk_copy(shared.scales + stage * COLS * 4,
               p.act_scales + static_cast<i64>(block) * p.scale_stride + p.first_row, scale_bytes,
               barrier);
 }
-
-struct Stage {
-  int index = 0, parity = 0;
-  DEVICE void advance() {
-    if (++index == STAGES) index = 0, parity ^= 1;
-  }
-};
 
 // One thread's work: starts the ring with weights, waits for the kernels before, keeps the ring full.
 struct Producer {
@@ -129,18 +114,6 @@ DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[COLS / 2], fl
   }
 }
 
-DEVICE void multiply(float (&d)[COLS / 2], u32 weights, u32 activations, bool accumulate) {
-  const u64 a = tile_descriptor(weights), b = tile_descriptor(activations);
-#pragma unroll
-  for (int i = 0; i < COLS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, COLS>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
-  wgmma_commit();
-#pragma unroll
-  for (int i = 0; i < COLS / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
 // The sums over this CTA's part of K, in the register layout of wgmma.cuh.
 DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* tile_scales,
                     const float2* act_scales, const Problem& p, int group, int lane) {
@@ -156,9 +129,9 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       const u32 operand =
           shared.operand + (NORM ? (first + i) * kActBytes : stage.index * kStageBytes);
       if constexpr (IS_FP8)
-        multiply(parts[i], weights, operand, false);
+        multiply<COLS>(parts[i], weights, operand, false);
       else
-        multiply(acc, weights, operand, first + i > 0);
+        multiply<COLS>(acc, weights, operand, first + i > 0);
       stage.advance();
     }
     wgmma_wait<0>();
@@ -269,10 +242,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), problem, warp / 4, lane);
   wait_for_previous_kernels();
 
-  const i64 skipped = static_cast<i64>(first_row) * output.num_features;
-  output.num_rows = min(output.num_rows - first_row, COLS);
-  output.out = static_cast<u8*>(output.out) + skipped * (kQuantises ? 1 : 2);
-  if (output.residual != nullptr) output.residual += skipped;
-  if (kQuantises) output.scales += first_row;
+  output.keep_rows(first_row, COLS);
   finish(acc, exchange, ring, output, tile, rank, warp, lane);
 }

@@ -5,14 +5,6 @@
 
 namespace {
 
-struct Output {
-  const bf16* bias;      // [N] or null
-  const bf16* residual;  // [M, N] or null
-  void* out;             // [M, N]
-  float* scales;         // [N / 128, scale_stride], if quantised
-  int num_rows, num_features, scale_stride;
-};
-
 // Rounds the sum to bf16 before the residual is added, as two ops would.
 DEVICE bf16 rounded(float sum, float bias, float residual, bool has_residual) {
   const bf16 value = __float2bfloat16_rn(sum + bias);
@@ -103,14 +95,6 @@ DEVICE void store_summed(const float2* exchange, const bf16 (&residuals)[kPairs]
     if (p.has_second)
       out[o.num_features] = rounded(sum.y, bias, __bfloat162float(residuals[i][1]), has_residual);
   }
-}
-
-DEVICE float bf16_round(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-
-// silu(gate) * up with the roundings of the two ops on bf16 tensors; what is approximate is so by 2^-21.
-DEVICE float swiglu(float gate, float up) {
-  gate = bf16_round(gate);
-  return bf16_round(bf16_round(__fdividef(gate, 1.f + __expf(-gate))) * bf16_round(up));
 }
 
 // h[unit * 2 + i]: feature warp * 8 + lane / 4 of the CTA, row unit * 8 + lane % 4 * 2 + i.

@@ -1,11 +1,10 @@
 // Sizes of one variant of linear.cu, from its defines.
 #pragma once
 
-#include "wgmma.cuh"
+#include "linear_common.cuh"
 
 namespace {
 
-constexpr int kTileBytes = 8192;
 constexpr int kRows = 64 * WARPGROUPS;  // of the weight, per CTA
 constexpr int kConsumers = 128 * WARPGROUPS;
 constexpr int kThreads = kConsumers + 32;
@@ -13,7 +12,6 @@ constexpr int kWeightBytes = kTileBytes * WARPGROUPS;
 constexpr int kActBytes = COLS * 128;
 constexpr int kStageBytes = kWeightBytes + (NORM ? 0 : kActBytes);
 constexpr int kFeatures = 32 * WARPGROUPS;  // of SwiGLU, per CTA
-constexpr bool kQuantises = GATE_UP && IS_FP8;
 constexpr int kCluster = kQuantises ? 128 / kFeatures : SPLIT;
 constexpr int kExchangeBytes = 4 * (kQuantises ? 17 * COLS : SPLIT > 1 ? kRows * COLS : 0);
 // A large exchange lies in the ring, when all CTAs are done with theirs; behind the tile that is stored.

@@ -20,10 +20,6 @@
 
 namespace {
 
-struct alignas(64) TensorMap {
-  u64 opaque[16];
-};
-
 struct Shared {
   u32 ring, scales, full, empty;
 };
@@ -57,23 +53,12 @@ DEVICE void load_activations(const Shared& shared, const Problem& p, const Tenso
   const u32 barrier = shared.full + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, kRows) * 4 : 0;
   barrier_expect(barrier, p.act_bytes + scale_bytes);
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(shared.ring + stage * kStageBytes + kWeightBytes),
-      "l"(&map), "r"(block * (IS_FP8 ? 128 : 64)), "r"(p.first_row), "r"(barrier)
-      : "memory");
+  load_rows(shared.ring + stage * kStageBytes + kWeightBytes, map, block, p.first_row, barrier);
   if (IS_FP8)
     bulk_copy(shared.scales + stage * kRows * 4,
               p.act_scales + static_cast<i64>(block) * p.scale_stride + p.first_row, scale_bytes,
               barrier);
 }
-
-struct Stage {
-  int index = 0, parity = 0;
-  DEVICE void advance() {
-    if (++index == STAGES) index = 0, parity ^= 1;
-  }
-};
 
 // One thread's work: starts the ring with weights, waits for the kernels before, keeps the ring full.
 struct Producer {
@@ -106,19 +91,6 @@ struct Producer {
     }
   }
 };
-
-template <int N>
-DEVICE void multiply(float (&d)[N / 2], u32 activations, u32 weights, bool accumulate) {
-  const u64 a = tile_descriptor(activations), b = tile_descriptor(weights);
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
-  wgmma_fence();
-#pragma unroll
-  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
-  wgmma_commit();
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
 
 // acc += part * (scale of its row of x * scale of its 8 rows of the weight): a block of 128.
 DEVICE void add_scaled(float* acc, const float (&part)[kPart / 2], float2 row_scales,
@@ -258,11 +230,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   consume(acc, shared, scales, unit_scales, blocks, group / COL_GROUPS, group % COL_GROUPS, warp, lane);
   wait_for_previous_kernels();
 
-  const i64 skipped = static_cast<i64>(first_row) * output.num_features;
-  output.num_rows = min(output.num_rows - first_row, kRows);
-  output.out = static_cast<u8*>(output.out) + skipped * (kQuantises ? 1 : 2);
-  if (output.residual != nullptr) output.residual += skipped;
-  if (kQuantises) output.scales += first_row;
+  output.keep_rows(first_row, kRows);
   finish(acc, maxima, ring, output, first, end, rank,
          {thread, group / COL_GROUPS * 64 + warp % 4 * 16 + lane / 4, group % COL_GROUPS, lane});
 }

@@ -1,11 +1,10 @@
 // How linear_wide.cu ends: partial sums across the cluster, bias, residual, SwiGLU, quantising.
 #pragma once
 
-#include "wgmma.cuh"
+#include "linear_common.cuh"
 
 namespace {
 
-constexpr int kTileBytes = 8192;
 constexpr int kRows = 64 * ROW_GROUPS;      // of x, per CTA
 constexpr int kWidth = WIDTH * COL_GROUPS;  // rows of the weight, per CTA
 constexpr int kPart = WIDTH / PARTS;
@@ -16,7 +15,6 @@ constexpr int kActBytes = kRows * 128;
 constexpr int kStageBytes = kWeightBytes + kActBytes;
 constexpr int kUnits = kWidth / 8;      // of 8 rows of the weight
 constexpr int kFeatures = kWidth / 2;   // of SwiGLU, per CTA
-constexpr bool kQuantises = GATE_UP && IS_FP8;
 constexpr int kCluster = kQuantises ? 128 * GROUPS / kFeatures : SPLIT;
 constexpr int kMaxima = kQuantises ? GROUPS * kRows : 0;
 constexpr int kRowGroups = kRows / 8 / SPLIT;  // 8 rows of x that a CTA of the cluster finishes
@@ -28,14 +26,6 @@ static_assert(!kQuantises || kFeatures <= 128, "a CTA has parts of two groups at
 static_assert(!kQuantises || kCluster * kFeatures == 128 * GROUPS, "a cluster has whole groups");
 static_assert(kRows / 8 % SPLIT == 0, "every rank finishes as many rows");
 static_assert(GATE_UP || kRows * kWidth * 4 <= STAGES * kStageBytes, "the ring is too short");
-
-struct Output {
-  const bf16* bias;      // [N] or null
-  const bf16* residual;  // [M, N] or null
-  void* out;             // [M, N]
-  float* scales;         // [N / 128, scale_stride], if quantised
-  int num_rows, num_features, scale_stride;
-};
 
 // A consumer's place in the layout of wgmma.cuh: of its rows of x `row` and `row` + 8, and of every 8
 // columns 2 * (lane % 4) and the next.
@@ -136,14 +126,6 @@ DEVICE void store_summed(const float4* exchange, const uint4 (&residuals)[kItems
       for (int j = 0; j < 8; ++j)
         if (j < count) out[j] = result.values[j];
   }
-}
-
-DEVICE float bf16_round(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
-
-// silu(gate) * up with the roundings of the two ops on bf16 tensors; what is approximate is so by 2^-21.
-DEVICE float swiglu(float gate, float up) {
-  gate = bf16_round(gate);
-  return bf16_round(bf16_round(__fdividef(gate, 1.f + __expf(-gate))) * bf16_round(up));
 }
 
 // h[pair * 4 + i]: feature (8 * pair + 2 * (lane % 4) + i % 2) of the warpgroup, row + i / 2 * 8.

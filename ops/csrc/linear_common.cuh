@@ -1,0 +1,71 @@
+// What linear.cu and linear_wide.cu share: rows of x from the copy engine, the order of the ring's
+// stages, where the output goes, SwiGLU.
+#pragma once
+
+#include "wgmma.cuh"
+
+namespace {
+
+constexpr int kTileBytes = 8192;  // 64 rows of the weight x 128 bytes of K
+constexpr bool kQuantises = GATE_UP && IS_FP8;
+
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+// Block `block` of 128 bytes of K of rows `first_row` and on; the box of the map says how many.
+DEVICE void load_rows(u32 target, const TensorMap& map, int block, int first_row, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3}], [%4];" ::"r"(target),
+      "l"(&map), "r"(block * (IS_FP8 ? 128 : 64)), "r"(first_row), "r"(barrier)
+      : "memory");
+}
+
+struct Stage {
+  int index = 0, parity = 0;
+  DEVICE void advance() {
+    if (++index == STAGES) index = 0, parity ^= 1;
+  }
+};
+
+// Starts d [64 x N] = or += a * b over a block of 128 bytes of K; `wgmma_wait` ends it.
+template <int N>
+DEVICE void multiply(float (&d)[N / 2], u32 left, u32 right, bool accumulate) {
+  const u64 a = tile_descriptor(left), b = tile_descriptor(right);
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
+  wgmma_commit();
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+struct Output {
+  const bf16* bias;      // [N] or null
+  const bf16* residual;  // [M, N] or null
+  void* out;             // [M, N]
+  float* scales;         // [N / 128, scale_stride], if quantised
+  int num_rows, num_features, scale_stride;
+
+  // Leaves the rows of one CTA: `most` from `first` on.
+  DEVICE void keep_rows(int first, int most) {
+    const i64 skipped = static_cast<i64>(first) * num_features;
+    num_rows = min(num_rows - first, most);
+    out = static_cast<u8*>(out) + skipped * (kQuantises ? 1 : 2);
+    if (residual != nullptr) residual += skipped;
+    if (kQuantises) scales += first;
+  }
+};
+
+DEVICE float bf16_round(float value) { return __bfloat162float(__float2bfloat16_rn(value)); }
+
+// silu(gate) * up with the roundings of the two ops on bf16 tensors; what is approximate is so by 2^-21.
+DEVICE float swiglu(float gate, float up) {
+  gate = bf16_round(gate);
+  return bf16_round(bf16_round(__fdividef(gate, 1.f + __expf(-gate))) * bf16_round(up));
+}
+
+}  // namespace
