@@ -31,6 +31,7 @@ from realtime.pingpong.messages import (
 from tests.support import recorder
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -110,14 +111,20 @@ def running(model: SpeechModel, **config: object) -> Iterator[tuple[PingPongEngi
         engine.stop()
 
 
+def ask_slot(
+    engine: PingPongEngine, prompt: VoicePrompt, seed: int = 1, max_lead_ms: int = 600_000
+) -> SlotRef:
+    """A slot that is not ready yet."""
+    slot = engine.slots.acquire()
+    assert slot is not None
+    engine.submit(OpenSlot(slot, (prompt,), "", sampling(seed), max_lead_ms))
+    return slot
+
+
 def open_slot(
     engine: PingPongEngine, recorder: Recorder, seed: int = 1, voice_seed: int = 0, **kwargs: int
 ) -> SlotRef:
-    slot = engine.slots.acquire()
-    assert slot is not None
-    params = sampling(seed)
-    lead = kwargs.get("max_lead_ms", 600_000)
-    engine.submit(OpenSlot(slot, (voice(voice_seed),), "", params, lead))
+    slot = ask_slot(engine, voice(voice_seed), seed, **kwargs)
     recorder.wait(SlotReady, lambda event: event.slot == slot)
     return slot
 
@@ -135,6 +142,19 @@ def speak(
     start_turn(engine, slot, turn_id, *texts)
     recorder.wait(TurnEnd, lambda event: event.slot == slot and event.turn_id == turn_id)
     return recorder.pcm(slot, turn_id)
+
+
+def speak_together(
+    engine: PingPongEngine, recorder: Recorder, slots: list[SlotRef]
+) -> list[np.ndarray]:
+    """Two turns of every slot, each at the same time as the others'; PCM by slot, then by turn."""
+    for turn in range(2):
+        for i, slot in enumerate(slots):
+            start_turn(engine, slot, turn, TEXTS[i], TEXTS[(i + turn) % len(TEXTS)])
+        ended: set[SlotRef] = set()
+        while len(ended) < len(slots):
+            ended.add(recorder.wait(TurnEnd, lambda end, turn=turn: end.turn_id == turn).slot)
+    return [recorder.pcm(slot, turn) for slot in slots for turn in range(2)]
 
 
 def close_slot(engine: PingPongEngine, recorder: Recorder, slot: SlotRef) -> None:

@@ -13,7 +13,6 @@ from realtime.pingpong.messages import (
     CancelTurn,
     EngineWarning,
     FramePcm,
-    OpenSlot,
     SegmentEnd,
     SetText,
     SlotReady,
@@ -21,33 +20,25 @@ from realtime.pingpong.messages import (
 )
 from realtime.pingpong.steps import StepBuffer
 from tests.support.engine import (
+    TEXTS,
+    ask_slot,
     close_slot,
     open_slot,
     running,
-    sampling,
     speak,
+    speak_together,
     start_turn,
     tiny_model,
     voice,
 )
 from tests.support.waiting import wait_until
 
-TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
-
 
 def say_all(in_order: bool, num_slots: int = 4) -> list[np.ndarray]:
     """Four sessions speak two turns each, all at the same time."""
     with running(tiny_model(), num_slots=num_slots, in_order=in_order) as (engine, recorder):
         slots = [open_slot(engine, recorder, seed=i) for i in range(4)]
-        for turn in range(2):
-            for i, slot in enumerate(slots):
-                start_turn(engine, slot, turn, TEXTS[i], TEXTS[(i + turn) % 4])
-            ended = set()
-            while len(ended) < 4:
-                ended.add(
-                    recorder.wait(TurnEnd, lambda event, turn=turn: event.turn_id == turn).slot
-                )
-        return [recorder.pcm(slot, turn) for slot in slots for turn in range(2)]
+        return speak_together(engine, recorder, slots)
 
 
 def test_overlapped_equals_in_order_bit_for_bit() -> None:
@@ -114,9 +105,7 @@ def test_voices_that_share_codebook_0_do_not_share_a_prefix() -> None:
     twin.codes[1:] = (twin.codes[1:] + 1) % 32
     with running(tiny_model(), num_slots=2) as (engine, recorder):
         for prompt in (base, twin):
-            slot = engine.slots.acquire()
-            assert slot is not None
-            engine.submit(OpenSlot(slot, (prompt,), "", sampling(), 1000))
+            ask_slot(engine, prompt)
             assert not recorder.wait(SlotReady).cached
 
 
@@ -268,9 +257,7 @@ def test_a_session_with_endless_work_does_not_keep_its_neighbours_waiting() -> N
 def test_warm_up_caches_the_default_voice() -> None:
     with running(tiny_model(), num_slots=2) as (engine, recorder):
         engine.warm_up((voice(0),))
-        slot = engine.slots.acquire()
-        assert slot is not None
-        engine.submit(OpenSlot(slot, (voice(0),), "", sampling(), 1000))
+        ask_slot(engine, voice(0))
         assert recorder.wait(SlotReady).cached
 
 

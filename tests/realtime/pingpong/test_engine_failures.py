@@ -23,6 +23,8 @@ from realtime.pingpong.messages import (
     VoicePrompt,
 )
 from tests.support.engine import (
+    TEXTS,
+    ask_slot,
     close_slot,
     open_slot,
     running,
@@ -32,8 +34,6 @@ from tests.support.engine import (
     tiny_model,
     voice,
 )
-
-TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
 
 
 def test_a_failing_front_end_fails_its_own_session_only() -> None:
@@ -57,9 +57,7 @@ def test_a_voice_without_room_for_text_is_refused_and_fails_its_own_session_only
         engine.check_voice(voice())
         with pytest.raises(VoiceError, match="there is room for"):
             engine.check_voice(long)
-        bad = engine.slots.acquire()
-        assert bad is not None
-        engine.submit(OpenSlot(bad, (long,), "", sampling(), 1000))
+        bad = ask_slot(engine, long)
         assert "there is room for" in recorder.wait(SlotFailed).message
         assert len(speak(engine, recorder, good, 0, "still here."))
         close_slot(engine, recorder, bad)

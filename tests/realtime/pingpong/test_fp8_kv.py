@@ -1,7 +1,6 @@
 """The engine with keys and values in 8 bits: all that holds in bf16 holds, on memory half as large."""
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,9 @@ import torch
 from model.speech_model import SpeechModel, load_speech_model
 from ops.fp8_rows import Fp8Rows
 from realtime.pingpong.engine import PingPongEngine
-from realtime.pingpong.messages import TurnEnd
-from tests.support.engine import open_slot, running, speak, start_turn, tiny_model
+from tests.support.engine import TEXTS, open_slot, running, speak, speak_together, tiny_model
 
 PAGE = 8
-TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
 
 
 def make_model(*, is_packed: bool) -> SpeechModel:
@@ -45,10 +42,6 @@ def poison_free_pages(engine: PingPongEngine) -> None:
     allocator.release = release_and_poison  # type: ignore[method-assign]
 
 
-def is_end_of(turn: int, event: TurnEnd) -> bool:
-    return event.turn_id == turn
-
-
 def say_all(
     model: SpeechModel, *, is_poisoned: bool = False, kv_format: str = "fp8", **config: object
 ) -> list[np.ndarray]:
@@ -58,12 +51,7 @@ def say_all(
         if is_poisoned:
             poison_free_pages(engine)
         slots = [open_slot(engine, recorder, seed=i, voice_seed=i % 2) for i in range(4)]
-        for turn in range(2):
-            for i, slot in enumerate(slots):
-                start_turn(engine, slot, turn, TEXTS[i], TEXTS[(i + turn) % 4])
-            for _ in slots:
-                recorder.wait(TurnEnd, partial(is_end_of, turn))
-        return [recorder.pcm(slot, turn) for slot in slots for turn in range(2)]
+        return speak_together(engine, recorder, slots)
 
 
 def assert_equal(got: list[np.ndarray], want: list[np.ndarray]) -> None:

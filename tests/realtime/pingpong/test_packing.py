@@ -1,7 +1,5 @@
 """A packed model prefills the rows of many slots in one call."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +9,20 @@ from realtime.pingpong.engine import EngineConfig, PingPongEngine
 from realtime.pingpong.messages import OpenSlot, SetText, SlotFailed, SlotRef, TurnEnd
 from realtime.pingpong.prefill_rows import Piece
 from realtime.pingpong.steps import Join, Returned
-from tests.support.engine import open_slot, running, sampling, speak, start_turn, tiny_model, voice
+from tests.support.engine import (
+    TEXTS,
+    ask_slot,
+    open_slot,
+    running,
+    sampling,
+    speak,
+    start_turn,
+    tiny_model,
+    voice,
+)
 
-TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
+pytestmark = pytest.mark.usefixtures("inference")
+
 NUM_SLOTS = len(TEXTS)
 
 
@@ -39,10 +48,7 @@ class Calls:
         runner.write = noted  # type: ignore[method-assign,assignment]
 
     def open(self, seed: int) -> SlotRef:
-        slot = self.engine.slots.acquire()
-        assert slot is not None
-        self.engine.submit(OpenSlot(slot, (voice(seed),), "", sampling(seed), 1000))
-        return slot
+        return ask_slot(self.engine, voice(seed), seed)
 
     def say(self, slot: SlotRef, text: str, segment: int = 0, *, is_closed: bool = True) -> None:
         self.engine.submit(SetText(slot, 0, segment, text, is_closed))
@@ -69,12 +75,6 @@ class Calls:
 
 def num_rows(call: list[Piece]) -> int:
     return sum(piece.num_rows for piece in call)
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 def test_texts_of_all_who_wait_are_one_call_and_voices_fill_whole_ones() -> None:
@@ -233,9 +233,7 @@ def test_who_asks_for_another_voice_while_one_is_written_does_not_wait_for_itsel
     calls.run()
     calls.say(talker, "a" * 60, is_closed=False)
     calls.run()
-    slot = calls.engine.slots.acquire()
-    assert slot is not None
-    calls.engine.submit(OpenSlot(slot, (voice(1, 20),), "", sampling(), 1000))
+    slot = ask_slot(calls.engine, voice(1, 20))
     assert calls.prefill.step() and tenants[slot.idx].has_reserved
     calls.say(talker, "a" * 110, is_closed=False)  # more than there is room for
     calls.engine.submit(OpenSlot(slot, (voice(2, 65),), "", sampling(), 1000))  # as well

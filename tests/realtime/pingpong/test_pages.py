@@ -12,22 +12,16 @@ import torch
 from model.errors import ConfigError
 from model.speech_model import load_speech_model
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
-from realtime.pingpong.messages import (
-    CancelTurn,
-    FramePcm,
-    OpenSlot,
-    SlotReady,
-    SlotRef,
-    TurnEnd,
-    VoicePrompt,
-)
+from realtime.pingpong.messages import CancelTurn, FramePcm, SlotReady, SlotRef, TurnEnd
 from realtime.pingpong.tenants import NOTHING_TO_DO, Tenant
 from tests.support.engine import (
+    TEXTS,
+    ask_slot,
     close_slot,
     open_slot,
     running,
-    sampling,
     speak,
+    speak_together,
     start_turn,
     tiny_model,
     voice,
@@ -35,18 +29,10 @@ from tests.support.engine import (
 from tests.support.waiting import wait_until
 
 PAGE = 8
-TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
 
 
 def pages_of(engine: PingPongEngine, slot: SlotRef) -> tuple[int, ...]:
     return engine._cache.pages(slot.idx)
-
-
-def ask(engine: PingPongEngine, prompt: VoicePrompt, seed: int = 1) -> SlotRef:
-    slot = engine.slots.acquire()
-    assert slot is not None
-    engine.submit(OpenSlot(slot, (prompt,), "", sampling(seed), 600_000))
-    return slot
 
 
 def has_nothing_to_do(tenant: Tenant) -> bool:
@@ -74,14 +60,8 @@ def say_all(*, is_poisoned: bool = False, **config: int) -> list[np.ndarray]:
     with running(model, num_slots=4, max_positions=512, **config) as (engine, recorder):
         if is_poisoned:
             poison_free_pages(engine)
-        slots = [ask(engine, voice(i % 2), seed=i) for i in range(4)]
-        for turn in range(2):
-            for i, slot in enumerate(slots):
-                start_turn(engine, slot, turn, TEXTS[i], TEXTS[(i + turn) % 4])
-            ended = set()
-            while len(ended) < 4:
-                ended.add(recorder.wait(TurnEnd, lambda end, turn=turn: end.turn_id == turn).slot)
-        return [recorder.pcm(slot, turn) for slot in slots for turn in range(2)]
+        slots = [ask_slot(engine, voice(i % 2), seed=i) for i in range(4)]
+        return speak_together(engine, recorder, slots)
 
 
 def test_small_pages_give_the_same_audio_bit_for_bit() -> None:
@@ -94,7 +74,7 @@ def test_small_pages_give_the_same_audio_bit_for_bit() -> None:
 def test_a_voice_is_prefilled_once_for_all_who_ask_at_the_same_time() -> None:
     with running(tiny_model(), num_slots=4, kv_page_size=PAGE, chunk_positions=16) as (engine, rec):
         for _ in range(4):
-            ask(engine, voice())
+            ask_slot(engine, voice())
         is_cached = [rec.wait(SlotReady).cached for _ in range(4)]
         assert sorted(is_cached) == [False, True, True, True]
         length = engine._prefill._tenants[0].prefix_length
@@ -108,7 +88,7 @@ def test_voices_that_share_codebook_0_share_no_page() -> None:
     base, twin = voice(0), voice(0)
     twin.codes[1:] = (twin.codes[1:] + 1) % 32
     with running(tiny_model(), num_slots=2, kv_page_size=PAGE) as (engine, recorder):
-        slots = [ask(engine, prompt) for prompt in (base, twin)]
+        slots = [ask_slot(engine, prompt) for prompt in (base, twin)]
         for _ in slots:
             assert not recorder.wait(SlotReady).cached
         pages = [set(pages_of(engine, slot)) for slot in slots]
@@ -122,7 +102,7 @@ def test_who_finds_no_pages_waits_and_then_says_the_same() -> None:
         want = [speak(engine, rec, slot, 0, "hello.", "again.") for slot in slots]
     pool = {"max_positions": 256, "kv_page_size": PAGE, "kv_pages": 1 + 34}
     with running(tiny_model(), num_slots=3, **pool) as (engine, rec):
-        slots = [ask(engine, voice(i), seed=i) for i in range(3)]
+        slots = [ask_slot(engine, voice(i), seed=i) for i in range(3)]
         for _ in slots:
             rec.wait(SlotReady)
         num_needed = sum(-(-t.prefix_length // PAGE) for t in engine._prefill._tenants.values())

@@ -11,13 +11,9 @@ from realtime.pingpong.frames import FrameRunner
 from realtime.pingpong.prefill_rows import Piece, PrefillRunner
 from tests.model.small_model import make_random_model, random_prompt
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 LENGTHS = {0: 40, 2: 9, 3: 77}
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.inference_mode():
-        yield
 
 
 def new_cache(model: DualAR, page_size: int | None = 16) -> KVCache:

@@ -1,16 +1,15 @@
 """Who waits for whom: the engine's loops one step at a time, without threads and without a clock."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from realtime.pingpong import prefill as prefill_module
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
-from realtime.pingpong.messages import EndTurn, Event, OpenSlot, SetText, SlotRef
+from realtime.pingpong.messages import EndTurn, Event, SetText, SlotRef
 from realtime.pingpong.prefill_rows import Piece
 from realtime.pingpong.steps import StepBuffer
-from tests.support.engine import sampling, tiny_model, voice
+from tests.support.engine import ask_slot, tiny_model, voice
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 class OnItsWay:
@@ -43,9 +42,7 @@ class Stepped:
         self.pending: StepBuffer | None = None
 
     def open(self, seed: int) -> SlotRef:
-        slot = self.engine.slots.acquire()
-        assert slot is not None
-        self.engine.submit(OpenSlot(slot, (voice(),), "", sampling(seed), 600_000))
+        slot = ask_slot(self.engine, voice(), seed)
         self.prefill()
         return slot
 
@@ -73,12 +70,6 @@ class Stepped:
         for item in self.engine._vocode.inbox.take_all():
             self.engine._vocode.step(item)
         return [] if self.pending is None else [row.slot.idx for row in self.pending.rows]
-
-
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
 
 
 def test_a_stream_joins_when_its_prefill_is_over_and_holds_up_nobody() -> None:
