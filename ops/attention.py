@@ -73,6 +73,7 @@ def rope_append(
     check_heads(num_heads, num_kv_heads, head_dim)
     check_tensors(qkv, qk_norm)
     q = qkv.new_empty(num_rows, num_heads, head_dim)
+    where = (pages, page_table, slots, positions)
     heads_per_block = _THREADS * 8 // head_dim
     nvrtc.kernel(
         "rope_append.cu",
@@ -82,7 +83,7 @@ def rope_append(
         (-(-num_all // heads_per_block), num_rows),
         (_THREADS,),
         [
-            *(qkv, qk_norm, rope, *memory_arguments(pages), page_table, slots, positions, q),
+            *(qkv, qk_norm, rope, *memory_arguments(where), q),
             *(ctypes.c_float(eps), *ints(num_heads, num_kv_heads, page_table.shape[1])),
         ],
     )

@@ -38,7 +38,7 @@ def launch_paged(
     Args:
         where: pages, page_table, slots, positions.
     """
-    pages, page_table, slots, positions = where
+    pages, page_table, *_ = where
     num_kv_heads, page_size = pages.shape[2:4]
     num_rows, num_heads, head_dim = heads.shape
     qk_norm, rope, eps = rotary or (None, None, 0.0)
@@ -48,34 +48,20 @@ def launch_paged(
     check_tensors(heads, qk_norm)
     assert page_size % 16 == 0, page_size
     out = Output(heads, num_rows, num_heads * head_dim, kind)
-    nvrtc.kernel(
-        "attention.cu",
+    _kernel(
         "attention",
-        defines={
-            "HEAD_DIM": head_dim,
-            "GROUP": num_heads // num_kv_heads,
-            "PAGE": page_size,
-            "WARPS": plan.warps,
-            "BLOCKS": plan.blocks,
-            "DEPTH": plan.depth,
-            "IS_FUSED": int(rotary is not None),
-            "IS_CHAINED": int(is_chained),
-            "IS_FP8": int(is_fp8(pages)),
-        },
+        pages,
+        num_heads // num_kv_heads,
+        WARPS=plan.warps,
+        BLOCKS=plan.blocks,
+        DEPTH=plan.depth,
+        IS_FUSED=int(rotary is not None),
+        IS_CHAINED=int(is_chained),
     ).launch(
         (plan.splits, num_kv_heads, num_rows),
         (32 * plan.warps,),
         [
-            *(
-                heads,
-                qk_norm,
-                rope,
-                *memory_arguments(pages),
-                page_table,
-                slots,
-                positions,
-                *out.arguments,
-            ),
+            *(heads, qk_norm, rope, *memory_arguments(where), *out.arguments),
             *(ctypes.c_float(eps), scale_of(head_dim)),
             *ints(page_table.shape[1], plan.min_tiles),
         ],
@@ -113,7 +99,7 @@ def launch_parts(
     is_chained: bool = False,
 ) -> Activation:
     """`decode_attention` of many rows by a plan of one's own, see `launch_paged`."""
-    pages, page_table, slots, positions = where
+    pages, page_table, *_ = where
     num_kv_heads, page_size = pages.shape[2:4]
     num_rows, num_all, head_dim = heads.shape
     num_heads = num_all - 2 * num_kv_heads
@@ -126,34 +112,20 @@ def launch_parts(
     assert scratch.sums.shape[2:] == (num_heads // num_kv_heads, head_dim), scratch.sums.shape
     assert len(scratch.counts) == MAX_PARTED_ROWS * num_kv_heads, scratch.counts.shape
     out = Output(heads, num_rows, num_heads * head_dim, kind)
-    nvrtc.kernel(
-        "attention_parts.cu",
+    _kernel(
         "attention_parts",
-        defines={
-            "HEAD_DIM": head_dim,
-            "GROUP": num_heads // num_kv_heads,
-            "PAGE": page_size,
-            "WARPS": plan.warps,
-            "BLOCKS": plan.blocks,
-            "DEPTH": plan.depth,
-            "IS_FUSED": 1,
-            "IS_CHAINED": int(is_chained),
-            "IS_FP8": int(is_fp8(pages)),
-        },
+        pages,
+        num_heads // num_kv_heads,
+        WARPS=plan.warps,
+        BLOCKS=plan.blocks,
+        DEPTH=plan.depth,
+        IS_FUSED=1,
+        IS_CHAINED=int(is_chained),
     ).launch(
         (plan.blocks * _num_sms(heads.get_device()),),
         (32 * plan.warps,),
         [
-            *(
-                heads,
-                qk_norm,
-                rope,
-                *memory_arguments(pages),
-                page_table,
-                slots,
-                positions,
-                *out.arguments,
-            ),
+            *(heads, qk_norm, rope, *memory_arguments(where), *out.arguments),
             *(scratch.sums, scratch.states, scratch.counts),
             *(ctypes.c_float(eps), scale_of(head_dim)),
             *ints(page_table.shape[1], num_rows, num_kv_heads),
@@ -166,7 +138,7 @@ def launch_parts(
 
 def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activation:
     """`paged_attention` of a span by a plan of one's own. Launched as `launch_paged` is."""
-    pages, page_table, slots, positions = where
+    pages, page_table, *_ = where
     num_kv_heads, page_size = pages.shape[2:4]
     num_rows, num_heads, head_dim = q.shape
     check_heads(num_heads, num_kv_heads, head_dim)
@@ -175,22 +147,11 @@ def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activati
     group = num_heads // num_kv_heads
     rows_per_cta = plan.batches * (_MAX_GROUP // group)
     out = Output(q, num_rows, num_heads * head_dim, kind)
-    nvrtc.kernel(
-        "attention_span.cu",
-        "attention_span",
-        defines={
-            "HEAD_DIM": head_dim,
-            "GROUP": group,
-            "PAGE": page_size,
-            "WARPS": plan.warps,
-            "BATCHES": plan.batches,
-            "IS_FP8": int(is_fp8(pages)),
-        },
-    ).launch(
+    _kernel("attention_span", pages, group, WARPS=plan.warps, BATCHES=plan.batches).launch(
         (plan.splits, num_kv_heads, -(-num_rows // rows_per_cta)),
         (32 * plan.warps,),
         [
-            *(q, *memory_arguments(pages), page_table, slots, positions, *out.arguments),
+            *(q, *memory_arguments(where), *out.arguments),
             scale_of(head_dim),
             *ints(page_table.shape[1], num_rows, plan.min_tiles),
         ],
@@ -198,6 +159,18 @@ def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activati
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()
+
+
+def _kernel(name: str, pages: KvRows, group: int, **defines: int) -> nvrtc.Kernel:
+    """The kernel of that name over such pages, for `group` query heads per key/value head."""
+    page_size, head_dim = pages.shape[3:]
+    shared = {
+        "HEAD_DIM": head_dim,
+        "GROUP": group,
+        "PAGE": page_size,
+        "IS_FP8": int(is_fp8(pages)),
+    }
+    return nvrtc.kernel(f"{name}.cu", name, defines={**shared, **defines})
 
 
 @functools.cache
@@ -267,13 +240,14 @@ def is_fp8(pages: KvRows) -> bool:
     return isinstance(pages, Fp8Rows)
 
 
-def memory_arguments(pages: KvRows) -> tuple[Tensor, Tensor | None]:
-    """Rows and scales, as the kernels take them."""
+def memory_arguments(where: Where) -> tuple[Tensor | None, ...]:
+    """Rows, scales, page table, slots and positions, as the kernels take them."""
+    pages, *places = where
     if isinstance(pages, Tensor):
         check_tensors(pages)
-        return pages, None
+        return pages, None, *places
     assert pages.data.is_contiguous() and pages.scale.is_contiguous(), pages.data.stride()
-    return pages.data, pages.scale
+    return pages.data, pages.scale, *places
 
 
 def scale_of(head_dim: int) -> ctypes.c_float:
