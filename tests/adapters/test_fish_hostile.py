@@ -15,7 +15,15 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from realtime.adapters.fish_request import parse_body
 from realtime.errors import PlosiveError
 from tests.adapters.fish_support import LIVE, TEXT, live
-from tests.realtime.support import TIMEOUT_S, Served, make_engine, serving
+from tests.realtime.support import (
+    TIMEOUT_S,
+    Served,
+    break_off,
+    check_crowd,
+    make_engine,
+    serving,
+    upgrade,
+)
 from tests.realtime.test_voices import clip
 
 
@@ -32,11 +40,7 @@ async def speak(served: Served) -> int:
 
 
 async def test_300_connections_and_4_slots(tmp_path: Path) -> None:
-    async with serving(tmp_path, make_engine(tmp_path, num_slots=4)) as served:
-        heard = await asyncio.gather(*(speak(served) for _ in range(300)))
-        assert len(set(heard) - {0}) == 1, "who is served hears everything"
-        await served.until_free()
-        assert await speak(served)
+    await check_crowd(tmp_path, speak)
 
 
 def masked(event: dict[str, object]) -> bytes:
@@ -45,10 +49,6 @@ def masked(event: dict[str, object]) -> bytes:
     return bytes([0x82, 0x80 | len(data), 0, 0, 0, 0]) + data
 
 
-UPGRADE = (
-    f"GET {LIVE} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-).encode()
 EVENTS = b"".join(
     masked(event)
     for event in (
@@ -65,19 +65,12 @@ POST = (
 ) + BODY
 
 
-@pytest.mark.parametrize(("head", "rest"), [(UPGRADE, EVENTS), (b"", POST)], ids=["live", "http"])
+@pytest.mark.parametrize(
+    ("head", "rest"), [(upgrade(LIVE), EVENTS), (b"", POST)], ids=["live", "http"]
+)
 async def test_cut_off_at_any_byte(tmp_path: Path, head: bytes, rest: bytes) -> None:
     async with serving(tmp_path, make_engine(tmp_path, num_slots=4)) as served:
-        for cut in range(1, len(rest) + 1):
-            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            if head:
-                writer.write(head)
-                status = await reader.readuntil(b"\r\n\r\n")
-                if b" 503 " in status:  # the ones before are still being cleared away
-                    await served.until_free()
-            writer.write(rest[:cut])
-            await writer.drain()
-            writer.transport.abort()
+        await break_off(served, rest, head)
         await served.until_free()
         assert await speak(served)
 

@@ -5,7 +5,7 @@ import contextlib
 import ctypes
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,37 @@ async def session(served: Served, **start: Any) -> AsyncIterator[Client]:
         client = Client(socket)
         await client.start(**start)
         yield client
+
+
+def upgrade(path: str) -> bytes:
+    """The request that opens a WebSocket."""
+    return (
+        f"GET {path} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+    ).encode()
+
+
+async def check_crowd(folder: Path, speak: Callable[[Served], Awaitable[int]]) -> None:
+    """300 clients at once and 4 slots. `speak`: how much was heard, 0 for a refusal."""
+    async with serving(folder, make_engine(folder, num_slots=4)) as served:
+        heard = await asyncio.gather(*(speak(served) for _ in range(300)))
+        assert len(set(heard) - {0}) == 1, f"who is served hears everything: {set(heard)}"
+        await served.until_free()
+        assert await speak(served), "refused, with every slot free"
+
+
+async def break_off(served: Served, data: bytes, head: bytes = b"") -> None:
+    """For every number of bytes a client that is gone when it has sent so many; first it sends the
+    head, if any, and waits for the answer."""
+    for cut in range(1, len(data) + 1):
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        if head:
+            writer.write(head)
+            if b" 503 " in await reader.readuntil(b"\r\n\r\n"):
+                await served.until_free()  # the ones before are still being cleared away
+        writer.write(data[:cut])
+        await writer.drain()
+        writer.transport.abort()
 
 
 def decode(packets: list[wire.AudioPacket], fmt: wire.EffectiveFormat) -> np.ndarray:
