@@ -247,8 +247,11 @@ class KvWriter:
 
     def reserve(self, tenant: Tenant, length: int, *, is_urgent: bool) -> bool:
         """Pages for the slot's first `length` positions; False: it is stuck for now."""
+        had_reserved, tenant.has_reserved = tenant.has_reserved, False
         is_done = self.memory.reserve(tenant.slot.idx, length, is_urgent=is_urgent)
         if not is_done:
+            if had_reserved:  # for less: it is under way no more, and others may take its pages
+                self.try_again()
             self._stuck.add(tenant.slot.idx)
         return is_done
 

@@ -301,6 +301,7 @@ class PrefillLoop:
         if tenant.prepared != (segment.text, segment.is_closed):
             self._prepare(tenant, turn, segment)
         if tenant.rows is None:  # nothing to say in this segment
+            tenant.has_reserved = False
             if segment.is_closed:
                 self._skip_segment(tenant, turn)
             return
