@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
   FrameTile tile;
   if (warp < POSITIONS) {  // rows from `start` on are patched below
-    tile.load_keys(keys_at, max(start - 1, 0), lane);
+    tile.keys.load(keys_at, max(start - 1, 0), lane);
     tile.load_values(values_at, max(start - 1, 0), lane);
   }
   const int task = threadIdx.x / LANES, offset = threadIdx.x % LANES * 8;

@@ -22,7 +22,7 @@ struct Memory {
   DEVICE i64 values_offset() const { return num_kv_heads * PAGE; }
 
   DEVICE void load_keys(Tile& tile, i64 row, int last_row, int lane) const {
-    tile.load_keys(rows.data + row * Tile::D, last_row, lane);
+    tile.keys.load(rows.data + row * Tile::D, last_row, lane);
     tile.load_scales(rows.scales + row, rows.scales + row + values_offset(), last_row, lane);
   }
   DEVICE void load_values(Tile& tile, i64 row, int last_row, int lane) const {

@@ -59,7 +59,7 @@ struct Ring {
     for (int i = 0; i < 2; i++)
 #pragma unroll
       for (int j = 0; j < CHUNKS / 4; j++)
-        tile.keys[i][j] = shared_load4(source + at(key_row(lane, i), 4 * j + lane % 4));
+        tile.keys.rows[i][j] = shared_load4(source + at(key_row(lane, i), 4 * j + lane % 4));
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const u32 row = source + PLANE;

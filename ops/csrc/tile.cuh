@@ -43,12 +43,42 @@ struct RowScales {
   float factor[2], bias[2], unbias[2];
 };
 
+// Keys as a lane holds them: of row key_row(i) 16 bytes, 64 bytes apart from 16 (lane % 4) on.
+template <int D, typename Element, int CHUNK = 16 / sizeof(Element)>
+struct Keys {
+  uint4 rows[2][D / (4 * CHUNK)];
+
+  // `at`: row 0 of the tile; rows past `last_row` repeat it.
+  DEVICE void load(const Element* at, int last_row, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const Element* row = at + min(key_row(lane, i), last_row) * D + lane % 4 * CHUNK;
+#pragma unroll
+      for (int j = 0; j < D / (4 * CHUNK); j++) rows[i][j] = load_memory(row + 4 * CHUNK * j);
+    }
+  }
+
+  // Rows from `first` on come from shared memory instead: `source` holds rows first..last_row, rows past
+  // that repeat it.
+  DEVICE void patch(const Element* source, int first, int last_row, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int row = min(key_row(lane, i), last_row) - first;
+#pragma unroll
+      for (int j = 0; j < D / (4 * CHUNK); j++)
+        if (row >= 0)
+          rows[i][j] = *reinterpret_cast<const uint4*>(source + row * D + 4 * CHUNK * j +
+                                                       lane % 4 * CHUNK);
+    }
+  }
+};
+
 template <int HEAD>
 struct Bf16Tile {
   static constexpr int D = HEAD;
   static constexpr int QUERY_STRIDE = D + 32;  // of queries in shared memory: apart by 16 banks
   using Rows = Bf16Rows<D>;
-  uint4 keys[2][D / 32];    // of row key_row(i): dimensions 32 j + 8 (lane % 4) and on
+  Keys<D, bf16> keys;       // dimensions 32 j + 8 (lane % 4) and on
   uint4 values[4][D / 64];  // of row value_row(i): dimensions 64 j + 8 (lane / 4) and on
 
   static DEVICE void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -68,16 +98,7 @@ struct Bf16Tile {
   // First of eight dimensions, chunk `j`, of the sums of a lane.
   static DEVICE int dimension(int j, int lane) { return 64 * j + lane / 4 * 8; }
 
-  // `keys_at`, `values_at`: row 0 of the tile; rows past `last_row` repeat it.
-  DEVICE void load_keys(const bf16* keys_at, int last_row, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const bf16* row = keys_at + min(key_row(lane, i), last_row) * D + lane % 4 * 8;
-#pragma unroll
-      for (int j = 0; j < D / 32; j++) keys[i][j] = load_memory(row + 32 * j);
-    }
-  }
-
+  // `values_at`: as of `Keys`.
   DEVICE void load_values(const bf16* values_at, int last_row, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -89,18 +110,9 @@ struct Bf16Tile {
 
   DEVICE void load_scales(const bf16*, const bf16*, int, int) {}
 
-  // Rows from `first` on come from shared memory instead: `new_keys`, `new_values` hold rows
-  // first..last_row, rows past that repeat it.
+  // Rows from `first` on come from shared memory instead, see `Keys`.
   DEVICE void patch(const Rows& new_keys, const Rows& new_values, int first, int last_row, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = min(key_row(lane, i), last_row) - first;
-#pragma unroll
-      for (int j = 0; j < D / 32; j++)
-        if (row >= 0)
-          keys[i][j] =
-              *reinterpret_cast<const uint4*>(new_keys.data + row * D + 32 * j + lane % 4 * 8);
-    }
+    keys.patch(new_keys.data, first, last_row, lane);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = min(value_row(lane, i), last_row) - first;
@@ -113,7 +125,7 @@ struct Bf16Tile {
   }
 
   DEVICE void key_operand(u32 (&a)[4], int step) const {
-    const uint4 &low = keys[0][step / 2], &high = keys[1][step / 2];
+    const uint4 &low = keys.rows[0][step / 2], &high = keys.rows[1][step / 2];
     a[0] = word(low, step % 2 * 2), a[1] = word(high, step % 2 * 2);
     a[2] = word(low, step % 2 * 2 + 1), a[3] = word(high, step % 2 * 2 + 1);
   }
@@ -138,7 +150,7 @@ struct Fp8Tile {
   static constexpr int D = HEAD;
   static constexpr int QUERY_STRIDE = D + 8;  // of queries in shared memory: apart by 4 banks
   using Rows = Fp8Rows<D>;
-  uint4 keys[2][D / 64];   // of row key_row(i): dimensions 64 j + 16 (lane % 4) and on
+  Keys<D, u8> keys;        // dimensions 64 j + 16 (lane % 4) and on
   u32 values[4][D / 32];   // of row value_row(i): dimensions D / 8 (lane / 4) and on
   u32 scale;               // bits of bf16: of key `lane`, from lane 16 on of value lane - 16
 
@@ -170,15 +182,6 @@ struct Fp8Tile {
   static DEVICE int query_offset(int j, int lane) { return 64 * (j / 2) + lane % 4 * 16 + j % 2 * 8; }
   static DEVICE int dimension(int j, int lane) { return lane / 4 * (D / 8) + 8 * j; }
 
-  DEVICE void load_keys(const u8* keys_at, int last_row, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const u8* row = keys_at + min(key_row(lane, i), last_row) * D + lane % 4 * 16;
-#pragma unroll
-      for (int j = 0; j < D / 64; j++) keys[i][j] = load_memory(row + 64 * j);
-    }
-  }
-
   DEVICE void load_values(const u8* values_at, int last_row, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -198,15 +201,7 @@ struct Fp8Tile {
   }
 
   DEVICE void patch(const Rows& new_keys, const Rows& new_values, int first, int last_row, int lane) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int row = min(key_row(lane, i), last_row) - first;
-#pragma unroll
-      for (int j = 0; j < D / 64; j++)
-        if (row >= 0)
-          keys[i][j] =
-              *reinterpret_cast<const uint4*>(new_keys.data + row * D + 64 * j + lane % 4 * 16);
-    }
+    keys.patch(new_keys.data, first, last_row, lane);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int row = min(value_row(lane, i), last_row) - first;
@@ -231,7 +226,7 @@ struct Fp8Tile {
 
   DEVICE void key_operand(u32 (&a)[4], int step) const {
 #pragma unroll
-    for (int i = 0; i < 4; i++) a[i] = halves(word(keys[i % 2][step / 4], step % 4), i >= 2);
+    for (int i = 0; i < 4; i++) a[i] = halves(word(keys.rows[i % 2][step / 4], step % 4), i >= 2);
   }
 
   DEVICE void value_operand(u32 (&a)[4], int step) const {
