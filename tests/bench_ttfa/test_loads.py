@@ -187,7 +187,9 @@ def test_without_matplotlib_the_run_says_so(tmp_path, capsys, monkeypatch) -> No
     assert "matplotlib is not installed" in capsys.readouterr().out
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+@pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib, of the extra dev"
+)
 @pytest.mark.filterwarnings("default")
 def test_every_kind_of_level_is_plotted(tmp_path) -> None:
     options = ["1", "2", "--rate", "9", "--paced", "1", "--lengths", "20", "40"]
