@@ -1,6 +1,7 @@
 """A checkpoint directory as one object: DualAR, codec, prompt layout, front end, how to serve it."""
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -18,6 +19,8 @@ from model.prompt import PromptBuilder, load_tokenizer
 from model.random_model import RandomModel, is_random
 from model.tensor_files import fingerprint
 from model.text import EnglishFrontEnd
+
+logger = logging.getLogger(__name__)
 
 
 class Spoken(Protocol):
@@ -184,10 +187,14 @@ def checked_run_as(run_as: RunAs | None, model: DualAR) -> RunAs:
         )
     if model.device.type == "cpu":  # there the definitions of the kernels run
         if run_as == "bf16":
-            raise ConfigError(
-                "format: got 'bf16' on a CPU, expected auto (weights in f32) or bsfp8"
+            raise ConfigError("format: got 'bf16' on a CPU, expected auto (weights in f32)")
+        if model.is_quantised or run_as == "bsfp8":
+            logger.warning(
+                "8-bit weights on a CPU are computed by their plain definitions, about ten times "
+                "slower than f32 and slower than real time: for tests"
             )
-        return "bsfp8" if model.is_quantised else run_as or "eager"
+            return "bsfp8"
+        return run_as or "eager"
     missing = _missing_for_kernels(model)
     wanted = "bsfp8" if model.is_quantised else run_as
     if missing and wanted in {"bf16", "bsfp8"}:

@@ -123,9 +123,15 @@ class Hub:
         self.state = State.DRAINING
         for connection in list(self._running):
             connection.shut_down("shutting_down")
+        if self._running:
+            logger.warning(
+                "sessions that finish their turns: %d; %g s at most, a second signal ends them now",
+                len(self._running),
+                deadline_s,
+            )
         if await self._wait_all_gone(deadline_s):
             return
-        logger.warning("closing %d sessions at the drain deadline", len(self._running))
+        logger.warning("sessions closed at the drain deadline: %d", len(self._running))
         for connection in list(self._running):
             connection.fail(PlosiveError("shutting_down", "the server shuts down"))
         await self._wait_all_gone(_CLOSE_GRACE_S)

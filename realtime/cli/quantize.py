@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format",
         choices=FORMATS,
+        type=lambda name: {"bsfp8": "bsgemm"}.get(name, name),  # as `serve --format` calls it
         required=True,
         help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()),
     )

@@ -28,6 +28,11 @@ def test_it_quantises(tmp_path, tiny, capsys, format):
     assert leftovers(tmp_path, out) == []
 
 
+def test_the_format_as_serve_calls_it(tmp_path, tiny, capsys):
+    assert quantise(tiny, tmp_path / "out", "--format", "bsfp8") == 0
+    assert "(bsgemm) in " in capsys.readouterr().out
+
+
 def test_the_embedded_model_by_its_name(tmp_path, capsys):
     assert quantise("embedded", tmp_path / "out", "--format", "bsgemm") == 0
     assert "weights 25 MB -> 16 MB" in capsys.readouterr().out

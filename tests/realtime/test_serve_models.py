@@ -95,6 +95,14 @@ def test_a_format_that_cannot_be(
     assert refused.value.code == "model_unusable"
 
 
+@pytest.mark.parametrize(("name", "format"), [("files", "bsfp8"), ("bsgemm", "auto")])
+def test_eight_bits_on_a_cpu_are_said_to_be_slow(
+    models: dict[str, str], name: str, format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_engine(config(models[name], format=format)).stop()
+    assert "8-bit weights on a CPU" in caplog.text
+
+
 @pytest.mark.parametrize("model", ["random:s3", "random:tiny?frames=0"])
 def test_a_random_model_that_there_is_not(model: str) -> None:
     with pytest.raises(PlosiveError, match="cannot load the model: random:"):
