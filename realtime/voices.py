@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import tempfile
 import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from realtime.errors import VoiceError
+from realtime.errors import PlosiveError, VoiceError
 from realtime.pingpong.messages import VoicePrompt
 
 MAX_NAME_CHARS = 64
@@ -186,6 +187,23 @@ class VoiceStore:
                 f"expected int32 [{self._num_codebooks}, T]",
             )
         return codes
+
+
+def check_voices_dir(folder: Path) -> None:
+    """Refuse at the start a directory in which no voice could be stored; it need not exist yet.
+
+    Raises:
+        PlosiveError: `invalid_config`.
+    """
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    try:
+        with tempfile.TemporaryFile(dir=nearest):  # root may write by the mode, and yet cannot
+            pass
+    except OSError as error:
+        why = f"--voices-dir: no voice can be stored in {folder}: {error.strerror}"
+        if nearest != folder:
+            why += f" ({nearest})"
+        raise PlosiveError("invalid_config", why) from error
 
 
 def _protected(name: str) -> VoiceError:

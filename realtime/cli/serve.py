@@ -32,7 +32,7 @@ from realtime.pingpong.api import Engine
 from realtime.pingpong.slots import Slots
 from realtime.server import create_app
 from realtime.threads import share_interpreter
-from realtime.voices import VoiceStore
+from realtime.voices import VoiceStore, check_voices_dir
 from realtime.websocket import PlosiveWebSocket
 from realtime.wire import MAX_MESSAGE_BYTES
 
@@ -142,6 +142,8 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
     share_interpreter()
     try:
         _check_descriptors(config)
+        if config.voices_dir is not None:  # the default one may lie in a home that is read-only
+            check_voices_dir(config.voices_dir)
         load_opuslib()
         sock = bind(config.host, config.port)
         with signals_raised():  # so that engines that load end with this process

@@ -6,15 +6,17 @@ import threading
 import wave
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import numpy as np
 import pytest
 
 from realtime import wire
+from realtime.cli.serve import serve
+from realtime.config import ServerConfig
 from realtime.errors import VoiceError
-from realtime.voices import VoiceStore
+from realtime.voices import VoiceStore, check_voices_dir
 from tests.fakes import NUM_CODEBOOKS
 from tests.realtime.support import make_engine, serving, session, write_voice
 
@@ -51,6 +53,29 @@ def test_a_name_that_is_wrong_is_told_the_right_ones_or_some_of_many(tmp_path: P
     store.add("v19", "some text", CODES)
     with pytest.raises(VoiceError, match=f"there are: {', '.join(names)}, ...$"):
         store.get("nobody")
+
+
+@pytest.mark.parametrize("place", ["a file", "a file/voices", "/proc/voices", "a link to nowhere"])
+def test_a_server_does_not_start_where_no_voice_can_be_stored(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a file").touch()
+    (tmp_path / "a link to nowhere").symlink_to(tmp_path / "nowhere")
+    folder = tmp_path / place
+
+    def load(config: ServerConfig) -> NoReturn:
+        pytest.fail(f"loaded a model although {config.voices_dir} cannot be used")
+
+    assert serve(ServerConfig(port=0, voices_dir=folder), load) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"plosive: --voices-dir: no voice can be stored in {folder}: ")
+    assert error.count("\n") == 1
+
+
+def test_a_voices_dir_may_be_made_later(tmp_path: Path) -> None:
+    check_voices_dir(tmp_path / "not" / "yet")
+    check_voices_dir(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_added_voices_survive_a_restart(tmp_path: Path) -> None:
