@@ -120,6 +120,7 @@ class PingPongEngine:
                     max_frames=model.serving.max_frames,
                     max_riders=self._decode.frames.max_riders,
                     num_ridden=lambda: self._decode.num_ridden,
+                    is_blocked=self._decode.is_blocked,
                 ),
                 chunk_positions=config.chunk_positions,
             )

@@ -5,7 +5,7 @@ of their own they would be read once more for them; those of many texts are fast
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,12 +25,14 @@ class HandOver:
         max_frames: int,
         max_riders: int,
         num_ridden: Callable[[], int],
+        is_blocked: Sequence[bool],
     ) -> None:
         """
         Args:
             max_frames: of a segment.
             max_riders: prompt rows that one step of decode takes along.
             num_ridden: how many have been taken along so far.
+            is_blocked: by slot, whether no step takes it along for now.
         """
         self.max_riders = max_riders
         self.num_riders = 0  # handed over so far
@@ -38,10 +40,12 @@ class HandOver:
         self._join = join
         self._max_frames = max_frames
         self._num_ridden = num_ridden
+        self._is_blocked = is_blocked
 
-    def takes_riders(self, num_rows: int) -> bool:
-        """Whether so many more would ride with decode's next step."""
-        return 0 < num_rows <= self.max_riders - (self.num_riders - self._num_ridden())
+    def takes_riders(self, slot: int, num_rows: int) -> bool:
+        """Whether so many rows of the slot would ride with decode's next step."""
+        num_left = self.max_riders - (self.num_riders - self._num_ridden())
+        return 0 < num_rows <= num_left and not self._is_blocked[slot]
 
     def with_riders(self, tenant: Tenant, turn: Turn, num_rows: int) -> None:
         """Hand over a slot whose last so many rows are not written; its pages are there."""

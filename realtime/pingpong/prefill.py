@@ -323,7 +323,8 @@ class PrefillLoop:
 
     def _lets_ride(self, tenant: Tenant, turn: Turn, num_rows: int) -> bool:
         """Hand over a slot before its last rows are written, if they can ride with a step of decode."""
-        if self.kv.is_in_call(tenant) or not self.hand_over.takes_riders(num_rows):
+        may_ride = self.hand_over.takes_riders(tenant.slot.idx, num_rows)
+        if self.kv.is_in_call(tenant) or not may_ride:
             return False
         self.kv.num_positions += num_rows
         self.hand_over.with_riders(tenant, turn, num_rows)
