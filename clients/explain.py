@@ -3,7 +3,7 @@
 import os
 import re
 
-from realtime.errors import PlosiveError
+from realtime.errors import ConnectionFailed, PlosiveError
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
@@ -22,8 +22,13 @@ def cause(error: Exception) -> str:
     return getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
 
 
-def sentence(error: PlosiveError | OSError) -> str:
-    """The message of an error, without its code; of a file that cannot be used, its name and why."""
+def sentence(error: PlosiveError | OSError, *, is_key_given: bool = True) -> str:
+    """The message of an error, without its code; of a file that cannot be used, its name and why.
+
+    `is_key_given`: whether the command was given an API key; one that lacks it is told how.
+    """
+    if not is_key_given and isinstance(error, ConnectionFailed) and error.status == 401:
+        return "this server needs an API key: give it with --api-key KEY, or in PLOSIVE_API_KEY"
     if isinstance(error, PlosiveError):
         return error.message
     if error.filename is not None and error.strerror:

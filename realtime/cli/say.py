@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         with stopped_like_interrupted():
             _run(args, text)
     except (PlosiveError, OSError) as error:
-        _tell(sentence(error))
+        _tell(sentence(error, is_key_given=bool(args.api_key)))
         return 1
     return 0
 

@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         _run(args)
     except (PlosiveError, OSError) as error:
-        print(f"plosive voices: {sentence(error)}", file=sys.stderr)
+        print(
+            f"plosive voices: {sentence(error, is_key_given=bool(args.api_key))}", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -21,7 +21,7 @@ from clients import ConnectionFailed
 from clients.local_server import LocalServer, running_server
 from realtime.cli import say, voices
 from realtime.wire import SessionStart
-from tests.clients.scripted_server import scripted_server, talker
+from tests.clients.scripted_server import respond, scripted_server, talker
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTED = (sys.executable, "-m", "tests.clients.scripted_server")
@@ -250,14 +250,33 @@ async def test_voices_list(capsys) -> None:
     assert [line.split()[:2] for line in lines] == [["ann", "default"], ["bob", "built"]]
 
 
+MISSING_KEY = json.dumps({"error": {"code": "missing_api_key", "message": "send a header"}})
+HOW_TO_GIVE_IT = "this server needs an API key: give it with --api-key KEY, or in PLOSIVE_API_KEY\n"
+
+
+@pytest.mark.parametrize("key", [None, ""])
+async def test_say_without_a_key_tells_how_to_give_one(key, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("PLOSIVE_API_KEY", raising=False)
+    words = () if key is None else ("--api-key", key)
+    async with scripted_server(talker, refusal=respond(401, MISSING_KEY)) as server:
+        assert await asyncio.to_thread(_say_in_thread, "one", "--url", server.url, *words) == 1
+        assert capsys.readouterr().err == f"plosive say: {HOW_TO_GIVE_IT}"
+        words = ("one", "--url", server.url, "--api-key", "wrong")
+        assert await asyncio.to_thread(_say_in_thread, *words) == 1
+        assert capsys.readouterr().err.endswith("with status 401: send a header\n")
+
+
 class VoiceHandler(BaseHTTPRequestHandler):
-    """Adds `eve`, and has no other voice to delete."""
+    """Adds `eve`, and has no other voice to delete; whoever lists them has not the right key."""
 
     uploads: ClassVar[list[bytes]] = []
 
     def do_POST(self) -> None:
         self.uploads.append(self.rfile.read(int(self.headers["Content-Length"])))
         self.answer(201, {"name": "eve", "text": "hi", "duration_s": 1.5, "new_field": 1})
+
+    def do_GET(self) -> None:
+        self.answer(401, json.loads(MISSING_KEY))
 
     def do_DELETE(self) -> None:
         if self.path.endswith("/eve"):
@@ -300,6 +319,14 @@ def test_voices_add_and_delete(voice_server, tmp_path, capsys) -> None:
     assert capsys.readouterr().err == "plosive voices: /missing.wav: No such file or directory\n"
     assert run(voices, "--url", "http://127.0.0.1:9") == 1
     assert "http://127.0.0.1:9: connection refused. Is" in capsys.readouterr().err
+
+
+def test_voices_without_a_key_tells_how_to_give_one(voice_server, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("PLOSIVE_API_KEY", raising=False)
+    assert run(voices, "--url", voice_server) == 1
+    assert capsys.readouterr().err == f"plosive voices: {HOW_TO_GIVE_IT}"
+    assert run(voices, "--url", voice_server, "--api-key", "wrong") == 1
+    assert capsys.readouterr().err.endswith("with status 401: send a header\n")
 
 
 @pytest.mark.parametrize(
