@@ -3,7 +3,7 @@
 import os
 import re
 
-from realtime.errors import ConnectionFailed, PlosiveError
+from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 
@@ -25,10 +25,13 @@ def cause(error: Exception) -> str:
 def sentence(error: PlosiveError | OSError, *, is_key_given: bool = True) -> str:
     """The message of an error, without its code; of a file that cannot be used, its name and why.
 
+    Of a lost connection the reason alone: the message quotes what was spoken, however long it is.
     `is_key_given`: whether the command was given an API key; one that lacks it is told how.
     """
     if not is_key_given and isinstance(error, ConnectionFailed) and error.status == 401:
         return "this server needs an API key: give it with --api-key KEY, or in PLOSIVE_API_KEY"
+    if isinstance(error, ConnectionLost):
+        return error.reason
     if isinstance(error, PlosiveError):
         return error.message
     if error.filename is not None and error.strerror:

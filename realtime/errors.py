@@ -89,12 +89,16 @@ class ConnectionFailed(PlosiveError):
 
 
 class ConnectionLost(PlosiveError):
-    """The socket closed before what was asked for was complete (`close_code`)."""
+    """The socket closed before what was asked for was complete (`close_code`).
+
+    `reason` is why, without how far a turn had come.
+    """
 
     default_code = "connection_lost"
 
     def __init__(self, message: str, *, close_code: int | None = None) -> None:
         super().__init__(message=message)
+        self.reason = message
         self.close_code = close_code
 
 

@@ -38,6 +38,7 @@ from clients.play_buffer import PlayBuffer, Track
 from clients.save import SUFFIXES, check_suffix
 from clients.silence import leading_silence_ms
 from realtime.config import DEVICES, is_device
+from realtime.wire import EffectiveFormat
 
 # Nobody interrupts it, so nothing is gained by making it at the speed of playback.
 MAX_LEAD_MS = 60_000
@@ -180,11 +181,16 @@ async def _say(args: argparse.Namespace, url: str, text: str) -> _Said:
         max_lead_ms=MAX_LEAD_MS,
     ) as session:
         speech = session.say(text)
+        packets: list[AudioPacket] = []
         try:
             if _can_play(args):
-                packets = await _play(speech, Decoder(session.format))
+                await _play(speech, Decoder(session.format), packets)
             else:
-                packets = [packet async for packet in _packets(speech)]
+                await _collect(speech, packets)
+        except PlosiveError as error:
+            if args.out is not None and packets:
+                raise _cut_short(args.out, packets, session.format, error) from error
+            raise
         finally:
             for warning in session.warnings:
                 _warn(warning)
@@ -195,6 +201,23 @@ async def _say(args: argparse.Namespace, url: str, text: str) -> _Said:
     samples, sample_rate_hz = decode_turn(packets, session.format, metrics.num_samples)
     generation_ms = 1000.0 * (timings.packets_s[-1] - timings.commit_s)
     return _Said(samples, sample_rate_hz, session.ready_ms, timings.ttfa_ms, generation_ms)
+
+
+def _cut_short(
+    path: Path, packets: list[AudioPacket], format: EffectiveFormat, error: PlosiveError
+) -> SessionError:
+    """Save what had come before the error, which the one that is returned tells with it."""
+    samples, sample_rate_hz = decode_turn(packets, format)
+    save(path, samples, sample_rate_hz)
+    held_s = len(samples) / sample_rate_hz
+    why = f"{path} holds the first {held_s:.2f} s; the rest is missing: {sentence(error)}"
+    return SessionError("cut_short", why)
+
+
+async def _collect(speech: Speech, packets: list[AudioPacket]) -> None:
+    """Append the packets as they come: an error leaves those that came before it."""
+    async for packet in _packets(speech):
+        packets.append(packet)
 
 
 async def _packets(speech: Speech) -> AsyncGenerator[AudioPacket, None]:
@@ -217,8 +240,8 @@ def _can_play(args: argparse.Namespace) -> bool:
     return args.out is None and importlib.util.find_spec("sounddevice") is not None
 
 
-async def _play(speech: Speech, decoder: Decoder) -> list[AudioPacket]:
-    """All packets, once the last of them was heard; an output that cannot be opened is no failure."""
+async def _play(speech: Speech, decoder: Decoder, packets: list[AudioPacket]) -> None:
+    """As `_collect`, until the last was heard; an output that cannot be opened is no failure."""
     heard = asyncio.Event()
     track = Track(partial(asyncio.get_running_loop().call_soon_threadsafe, heard.set))
     buffer = PlayBuffer(decoder.sample_rate_hz * PREBUFFER_MS // 1000)
@@ -228,8 +251,7 @@ async def _play(speech: Speech, decoder: Decoder) -> list[AudioPacket]:
         device.start(decoder.sample_rate_hz, buffer.pull)
     except OSError as error:
         _tell(f"not played: {error}")
-        return [packet async for packet in _packets(speech)]
-    packets = []
+        return await _collect(speech, packets)
     try:
         async for packet in _packets(speech):
             packets.append(packet)
@@ -238,7 +260,6 @@ async def _play(speech: Speech, decoder: Decoder) -> list[AudioPacket]:
         await heard.wait()
     finally:
         device.stop()
-    return packets
 
 
 def _say_locally(args: argparse.Namespace, text: str) -> _Said:

@@ -20,8 +20,17 @@ import pytest
 from clients import ConnectionFailed
 from clients.local_server import LocalServer, running_server
 from realtime.cli import say, voices
-from realtime.wire import SessionStart
-from tests.clients.scripted_server import respond, scripted_server, talker
+from realtime.wire import SessionStart, TurnStarted, TurnText
+from tests.clients.scripted_server import (
+    OPUS,
+    PACKET_SAMPLES,
+    Peer,
+    opus_payloads,
+    respond,
+    scripted_server,
+    talker,
+    tone,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTED = (sys.executable, "-m", "tests.clients.scripted_server")
@@ -102,6 +111,34 @@ def test_say_without_anything_to_say_writes_nothing(capsys, tmp_path) -> None:
     output = capsys.readouterr()
     assert f"nothing that can be spoken; {path} is not written" in output.err
     assert not path.exists() and not output.out
+
+
+async def breaks_off(peer: Peer) -> None:
+    """Says 600 ms of a turn, tells what it said, and is gone."""
+    await peer.accept()
+    await peer.expect_turn()
+    await peer.send(TurnStarted(turn_id=1))
+    await peer.audio(1, opus_payloads(tone(30 * PACKET_SAMPLES))[:30])
+    await peer.send(TurnText(turn_id=1, text="one two", audio_ms=600))
+    await peer.socket.close(1011)
+
+
+async def test_say_keeps_what_had_come_when_the_connection_ends(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    path = tmp_path / "cut.wav"
+    async with scripted_server(breaks_off) as server:
+        words = ("one two three", "--url", server.url)
+        assert await asyncio.to_thread(_say_in_thread, *words, "--out", str(path)) == 1
+        output = capsys.readouterr()
+        reason = "the connection closed before all that was asked for had come (close code 1011)"
+        kept = f"{path} holds the first 0.59 s; the rest is missing: {reason}"
+        assert (output.out, output.err) == ("", f"plosive say: {kept}\n")
+        num_samples = 2 * (30 * PACKET_SAMPLES - OPUS.pre_skip_samples)  # at 48 kHz
+        assert path.stat().st_size == 44 + 34 + 2 * num_samples
+        monkeypatch.setattr(say.importlib.util, "find_spec", lambda name: None)
+        assert await asyncio.to_thread(_say_in_thread, *words) == 1
+        assert capsys.readouterr().err == f"plosive say: {reason}\n"
 
 
 def _say_in_thread(*words: str) -> int:
