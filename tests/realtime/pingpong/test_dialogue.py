@@ -187,6 +187,10 @@ class Talk:
     def check(self) -> None:
         self.speak("so.")  # afterwards all that came before has been settled
         wait_until(lambda: self._tenant.urgency() == NOTHING_TO_DO)
+        # Its rows are in a call then, which may still run; a command is taken after that.
+        self._engine.submit(CancelTurn(self.slot, -1, 0))
+        received = self._engine._prefill.num_received
+        wait_until(lambda: received == self._engine._num_submitted)
         want = self.dialogue.kv()
         assert self._tenant.context_length == want.shape[3]
         got = self._engine._cache.read(0, want.shape[3])
