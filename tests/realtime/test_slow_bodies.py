@@ -12,12 +12,24 @@ FORM = "multipart/form-data; boundary=x"
 JSON = "application/json"
 
 
+async def read_to_the_end(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the connection ends. A byte sent to a closed socket is answered by a reset,
+    which `StreamReader.read()` raises in place of what it has read before."""
+    answer = b""
+    try:
+        while block := await reader.read(65_536):
+            answer += block
+    except ConnectionResetError:
+        pass
+    return answer
+
+
 async def trickle(served: Served, path: str, content_type: str) -> bytes:
     """Some bytes now and then, until there is an answer and the end of the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(HEAD.format(path, content_type).encode())
     writer.write(b'--x\r\nContent-Disposition: form-data; name="name"\r\n\r\n')
-    reading = asyncio.create_task(reader.read())
+    reading = asyncio.create_task(read_to_the_end(reader))
     async with asyncio.timeout(TIMEOUT_S):
         while not reading.done():
             writer.write(b"-")
