@@ -4,7 +4,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from realtime.errors import CLOSE_CODE, ConnectionFailed, ConnectionLost, PlosiveError
+from realtime.errors import (
+    CLOSE_CODE,
+    CapacityError,
+    ConnectionFailed,
+    ConnectionLost,
+    PlosiveError,
+)
 
 # Going away, no code, broken, internal error, restart, try again later. Whatever else a server
 # closes with (protocol errors, policy, 4xxx) would only happen again.
@@ -63,7 +69,7 @@ def is_retryable(error: PlosiveError) -> bool:
         False
     """
     match error:
-        case ConnectionFailed(status=None):
+        case CapacityError() | ConnectionFailed(status=None):
             return True
         case ConnectionFailed(status=status):
             return status in RETRYABLE_STATUSES

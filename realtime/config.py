@@ -105,7 +105,8 @@ class ServerConfig:
     max_lead_ms: int = _limit(2_000, "audio rendered ahead of playback, unless a session asks")
     max_lead_cap_ms: int = _limit(60_000, "the most lead that a session may ask for")
     max_text_chars_per_s: int = _limit(
-        1_000, "text that a session may send a second on average, after a whole turn; 0: any"
+        1_000,
+        "text, prompts too, that a session may send a second on average, after a whole turn; 0: any",
     )
     max_client_text_chars_per_s: int | None = _limit(
         None,

@@ -18,7 +18,7 @@ from realtime.connection import INTERNAL_ERROR, Connection, Socket
 from realtime.egress import Egress, EgressThreads, num_cores
 from realtime.egress_processes import EgressProcesses, processes_for
 from realtime.encoders import LoopEvent
-from realtime.errors import CapacityError, EngineError, PlosiveError, VoiceError
+from realtime.errors import CapacityError, EngineError, PlosiveError, SessionError, VoiceError
 from realtime.metrics import Metrics
 from realtime.pingpong.api import Engine
 from realtime.pingpong.messages import CloseSlot, Command, SlotClosed, SlotRef, VoicePrompt
@@ -234,7 +234,19 @@ class Hub:
             self._look_if_all_gone()
 
     def charge_text(self, client: str, num_chars: int) -> None:
-        """For a whole text at once, before any of it is spoken. Raises CapacityError."""
+        """For all that a request has to be read, before any of it is.
+
+        Raises:
+            CapacityError: `text_rate_exceeded`.
+            SessionError: `text_too_long`: so much is never taken at once.
+        """
+        most = self._client_text.most_at_once
+        if num_chars > most:
+            message = (
+                f"text, prompt and references have {num_chars:,} characters together; at most "
+                f"{most:,.0f} are taken at once"
+            )
+            raise SessionError("text_too_long", message, param="text")
         charge([self._client_text.account(client)], num_chars, time.perf_counter_ns())
 
     @contextlib.contextmanager

@@ -18,6 +18,7 @@ PATH = "/v1/realtime"
 
 MAX_TEXT_CHARS = 20_000  # of one text.append
 MAX_TURN_CHARS = 60_000  # of one turn
+MAX_PROMPT_CHARS = 4_000
 MAX_MESSAGE_BYTES = 256 * 1024  # of one JSON frame
 PACKET_MS = 20
 OPUS_SAMPLE_RATES_HZ = (24_000, 48_000)
@@ -71,7 +72,7 @@ class SessionStart(_Message):
 
     type: Literal["session.start"] = "session.start"
     voice: str | None = Field(default=None, max_length=256)  # None: the server's default voice
-    prompt: str = Field(default="", max_length=4_000)  # style instruction, where the model has one
+    prompt: str = Field(default="", max_length=MAX_PROMPT_CHARS)  # style, where the model has one
     format: AudioFormat = AudioFormat()
     sampling: Sampling = Sampling()
     max_lead_ms: int | None = Field(default=None, ge=40, le=600_000)
@@ -83,7 +84,7 @@ class SessionUpdate(_Message):
 
     type: Literal["session.update"] = "session.update"
     voice: str | None = Field(default=None, max_length=256)
-    prompt: str | None = Field(default=None, max_length=4_000)
+    prompt: str | None = Field(default=None, max_length=MAX_PROMPT_CHARS)
     sampling: Sampling | None = None
     max_lead_ms: int | None = Field(default=None, ge=40, le=600_000)
 

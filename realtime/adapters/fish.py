@@ -90,7 +90,13 @@ class Fish:
         tts, start = await self._read(request)
         encoder = tts.make_encoder(self._pcm.sample_rate)
         chunks = speak(
-            self._hub, start, tts.text, encoder, client_of(request.scope), self._voices.find
+            self._hub,
+            start,
+            tts.text,
+            encoder,
+            client_of(request.scope),
+            self._voices.find,
+            tts.num_reference_chars,
         )
         return self._response(chunks, encoder.content_type)
 
@@ -98,7 +104,13 @@ class Fish:
         tts, start = await self._read(request)
         encoder = tts.make_encoder(self._pcm.sample_rate)
         pieces = speak_and_tell(
-            self._hub, start, tts.text, encoder, client_of(request.scope), self._voices.find
+            self._hub,
+            start,
+            tts.text,
+            encoder,
+            client_of(request.scope),
+            self._voices.find,
+            tts.num_reference_chars,
         )
         events = with_alignment(pieces, tts.prosody.speed)
         late_event = partial(self._errors.event, STREAM_PATH)
@@ -140,11 +152,9 @@ class Fish:
         slot = await self._admit(websocket)
         if slot is None:
             return
+        client = client_of(websocket.scope)
         async with open_session(
-            self._hub,
-            slot=slot,
-            client=client_of(websocket.scope),
-            find_voice=self._voices.find,
+            self._hub, slot=slot, client=client, find_voice=self._voices.find
         ) as session:
             self._allow_clips(websocket)
             await websocket.accept()
@@ -152,6 +162,7 @@ class Fish:
                 websocket,
                 session,
                 self._voices,
+                charge=partial(self._hub.charge_text, client),
                 pcm=self._pcm,
                 lead_ms=self._config.max_lead_ms,
                 stall_s=self._config.write_stall_s,

@@ -78,7 +78,12 @@ class Speech:
 
 
 class LiveSocket:
-    """One accepted client."""
+    """One accepted client.
+
+    Args:
+        charge: called with the number of characters that came with clips; the session counts what is
+            to be spoken. Raises CapacityError.
+    """
 
     def __init__(
         self,
@@ -86,6 +91,7 @@ class LiveSocket:
         session: LocalSession,
         voices: Voices,
         *,
+        charge: Callable[[int], None],
         pcm: AudioFormat,
         lead_ms: int,
         stall_s: float,
@@ -94,6 +100,7 @@ class LiveSocket:
         self._websocket = websocket
         self._session = session
         self._voices = voices
+        self._charge = charge
         self._pcm = pcm
         self._lead_ms = lead_ms
         self._stall_s = stall_s
@@ -159,6 +166,7 @@ class LiveSocket:
     async def _start(self, request: TtsRequest) -> None:
         self._drop_open_speech()
         voice = await self._voices.choose(request)
+        self._charge(request.num_reference_chars)
         # What is played faster than it is made, once the lead is used up, would run dry.
         lead_ms = self._lead_ms if request.prosody.speed <= 1.0 else MAX_LEAD_MS
         settings = {"voice": voice, "sampling": request.sampling, "max_lead_ms": lead_ms}

@@ -123,6 +123,12 @@ class TtsRequest(_Lenient):
             seed=None if self.seed is None else self.seed % 2**63,
         )
 
+    @property
+    def num_reference_chars(self) -> int:
+        """Of the text of its clips, where these are its voice."""
+        clips = () if any(self.reference_id) else self.references
+        return sum(len(clip.text) for speaker in clips for clip in speaker)
+
     def make_encoder(self, input_rate: int) -> SpeechEncoder:
         media = MediaEncoder(self.format, self.rate, self._bitrate(), input_rate=input_rate)
         return SpeechEncoder(

@@ -41,7 +41,13 @@ from realtime.http_errors import HttpErrors
 from realtime.hub import Hub
 from realtime.pingpong.api import EngineInfo
 from realtime.voices import VoiceStore
-from realtime.wire import MAX_TURN_CHARS, PCM_SAMPLE_RATES_HZ, AudioFormat, SessionStart
+from realtime.wire import (
+    MAX_PROMPT_CHARS,
+    MAX_TURN_CHARS,
+    PCM_SAMPLE_RATES_HZ,
+    AudioFormat,
+    SessionStart,
+)
 
 SPEECH_PATH = "/v1/audio/speech"
 PATHS = ("/v1/audio/", "/v1/models")
@@ -104,7 +110,7 @@ class SpeechRequest(BaseModel):
     model: str
     input: str = Field(min_length=1, max_length=MAX_TURN_CHARS)
     voice: Annotated[str, BeforeValidator(_voice_name)]
-    instructions: str | None = Field(default=None, max_length=4_000)
+    instructions: str | None = Field(default=None, max_length=MAX_PROMPT_CHARS)
     response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] | None = None
     speed: Annotated[float, Field(ge=SPEEDS[0], le=SPEEDS[1])] | None = None
     stream_format: Literal["audio", "sse"] | None = None
@@ -154,7 +160,7 @@ class OpenAiRoutes:
         rate = self._rate(format)
         start = SessionStart(
             voice=self._voice(asked.voice),
-            prompt=asked.instructions or "",
+            prompt=(asked.instructions or "") if self._info.has_prompt else "",
             format=AudioFormat(codec="pcm_s16le", sample_rate=rate),
             max_lead_ms=MAX_LEAD_MS,
         )

@@ -74,17 +74,20 @@ async def speak(
     encoder: Encoder,
     client: str,
     find_voice: Callable[[str], VoicePrompt] | None = None,
+    num_voice_chars: int = 0,
 ) -> AsyncGenerator[bytes, None]:
     """The encoded speech, piece by piece.
 
     Args:
         start: must ask for PCM at the encoder's input rate.
-        client: who is charged for the text.
+        client: who is charged for the text, the prompt and `num_voice_chars`.
+        num_voice_chars: of text that came with the voice's clips.
 
     Raises:
         PlosiveError: before the first piece, for everything that can be known by then.
     """
-    async with aclosing(speak_and_tell(hub, start, text, encoder, client, find_voice)) as pieces:
+    pieces = speak_and_tell(hub, start, text, encoder, client, find_voice, num_voice_chars)
+    async with aclosing(pieces):
         async for piece in pieces:
             if isinstance(piece, bytes):
                 yield piece
@@ -97,13 +100,15 @@ async def speak_and_tell(
     encoder: Encoder,
     client: str,
     find_voice: Callable[[str], VoicePrompt] | None = None,
+    num_voice_chars: int = 0,
 ) -> AsyncGenerator[bytes | TurnText, None]:
     """The same, and which text has been spoken by the end of the pieces so far."""
     if len(text) > MAX_TURN_CHARS:
         message = f"got {len(text):,} characters, the limit is {MAX_TURN_CHARS:,}"
         raise SessionError("turn_too_long", message, param="text")
     async with open_session(hub, start, find_voice=find_voice) as session:
-        hub.charge_text(client, len(text))  # not for what is refused for want of a slot
+        # Not before: what is refused for want of a slot costs nothing.
+        hub.charge_text(client, len(text) + len(start.prompt) + num_voice_chars)
         await session.append(_TURN_ID, text)
         await session.commit(_TURN_ID)
         payloads: list[bytes] = []

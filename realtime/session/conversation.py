@@ -38,7 +38,7 @@ class Conversation:
     Args:
         slot: as acquired; every generation after it is counted here.
         make_seed: a seed for streams whose client gave none.
-        client_text: charged for the text beside the session's own limit.
+        client_text: charged for text and prompts beside the session's own limit.
     """
 
     def __init__(
@@ -95,6 +95,10 @@ class Conversation:
                 self._send_ready(prefill_ms=0.0, cached=True)
         elif not self._turns:
             self._open_slot(settings)
+
+    def charge_prompt(self, prompt: str, now_ns: int) -> None:
+        """Raises CapacityError `text_rate_exceeded`."""
+        self._intake.charge_prompt(prompt, now_ns)
 
     def ready(self, event: SlotReady) -> None:
         if self._lease.ready():

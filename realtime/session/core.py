@@ -21,7 +21,7 @@ message itself:
     append, flush or commit with an old id       error: turn_id_used (flush, commit: no-op)
     append after the commit                      error: turn_committed
     append too long, turn too long               error: text_too_long, turn_too_long
-    more text a second than is permitted         error: text_rate_exceeded, with retry_after_ms
+    more text and prompt a second than permitted error: text_rate_exceeded, with retry_after_ms
     too many turns waiting                       error: too_many_turns
     new turn or update while closing             error: session_closing
     cancel of an unknown or finished turn        warning: unknown_turn
@@ -204,7 +204,7 @@ class Session:
 
     def _receive(self, message: ClientMessage, now_ns: int) -> None:
         if self.state is SessionState.AWAITING_START:
-            self._receive_first(message)
+            self._receive_first(message, now_ns)
             return
         match message:
             case SessionStart():
@@ -212,7 +212,7 @@ class Session:
                     "already_started", "the session is open; use session.update to change it"
                 )
             case SessionUpdate():
-                self._update(message)
+                self._update(message, now_ns)
             case TextAppend():
                 self._talk.append(message, now_ns)
             case TextFlush():
@@ -225,9 +225,9 @@ class Session:
                 self._begin_closing("session_closed")
                 self._talk.cancel_uncommitted(now_ns)
 
-    def _receive_first(self, message: ClientMessage) -> None:
+    def _receive_first(self, message: ClientMessage, now_ns: int) -> None:
         if isinstance(message, SessionStart):
-            self._start(message)
+            self._start(message, now_ns)
         elif isinstance(message, SessionClose):
             self._begin_closing("session_closed")
         else:
@@ -235,21 +235,24 @@ class Session:
                 "not_started", f"got {message.type} before session.start", param="type"
             )
 
-    def _start(self, message: SessionStart) -> None:
+    def _start(self, message: SessionStart, now_ns: int) -> None:
         settings = self._resolver.start(message)
-        self._warn_of_prompt(message.prompt)
+        self._take_prompt(message.prompt, now_ns)
         self.state = SessionState.OPEN
         self._actions.append(OpenEncoder(self.slot, message.format))
         self._talk.open(settings, self._describe_format(message.format))
 
-    def _update(self, message: SessionUpdate) -> None:
+    def _update(self, message: SessionUpdate, now_ns: int) -> None:
         self._talk.check_takes_turns()
         settings = self._resolver.update(self._talk.settings, message)
-        self._warn_of_prompt(message.prompt)
+        self._take_prompt(message.prompt, now_ns)
         self._talk.update(settings)
 
-    def _warn_of_prompt(self, prompt: str | None) -> None:
-        if prompt and not self._info.has_prompt:
+    def _take_prompt(self, prompt: str | None, now_ns: int) -> None:
+        """Charged like text, unless the model ignores it. Raises CapacityError."""
+        if prompt and self._info.has_prompt:
+            self._talk.charge_prompt(prompt, now_ns)
+        elif prompt:
             message = f"{self._info.model_name} takes no prompt"
             self._send(Warn(code="prompt_ignored", message=message, param="prompt"))
 

@@ -1,4 +1,4 @@
-"""Which text a session takes: how much in a message, in a turn, and in a second."""
+"""Which text a session takes: how much in a message, in a turn, and, with prompts, in a second."""
 
 from realtime.errors import PlosiveError, SessionError
 from realtime.session.limits import SessionLimits
@@ -34,7 +34,11 @@ class TextIntake:
             raise _too_long("turn_too_long", message, num_turn_chars, limits.max_turn_chars)
         if turn is not None and turn.is_committed:
             raise _committed(turn.turn_id)
-        charge(self._accounts, num_chars, now_ns, message.turn_id)
+        charge(self._accounts, num_chars, now_ns, turn_id=message.turn_id)
+
+    def charge_prompt(self, prompt: str, now_ns: int) -> None:
+        """Raises CapacityError `text_rate_exceeded`."""
+        charge(self._accounts, len(prompt), now_ns, param="prompt")
 
 
 def _committed(turn_id: int) -> PlosiveError:

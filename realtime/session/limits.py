@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from realtime.wire import MAX_TEXT_CHARS, MAX_TURN_CHARS
+from realtime.wire import MAX_PROMPT_CHARS, MAX_TEXT_CHARS, MAX_TURN_CHARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +10,7 @@ class SessionLimits:
     max_text_chars: int = MAX_TEXT_CHARS  # of one text.append
     max_turn_chars: int = MAX_TURN_CHARS
     max_text_chars_per_s: int = 1_000  # on average, some 60 times what is spoken; 0: any number
-    text_burst_chars: int = MAX_TURN_CHARS  # that may come at once: a whole turn
+    text_burst_chars: int = MAX_PROMPT_CHARS + MAX_TURN_CHARS  # that may come at once
     auto_flush_ms: int = 500  # a sentence that no text follows for so long is spoken; 0: it waits
     max_queued_turns: int = 16  # behind the one that is spoken
     max_lead_ms: int = 2_000  # unless the client asks for another

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from realtime.errors import CapacityError
-from realtime.wire import MAX_TURN_CHARS
+from realtime.wire import MAX_PROMPT_CHARS, MAX_TURN_CHARS
 
 _NS_PER_S = 1_000_000_000
 _BURST_S = 60
@@ -13,8 +13,8 @@ _NUM_FEW = 1_000  # accounts that are not worth looking through for those that a
 
 
 def burst_chars(chars_per_s: int) -> int:
-    """What may come at once: a minute's worth, and a whole turn in any case."""
-    return max(MAX_TURN_CHARS, _BURST_S * chars_per_s)
+    """What may come at once: a minute's worth, and a prompt with a whole turn in any case."""
+    return max(MAX_PROMPT_CHARS + MAX_TURN_CHARS, _BURST_S * chars_per_s)
 
 
 class TextRates:
@@ -36,6 +36,10 @@ class TextRates:
 
     def __len__(self) -> int:
         return len(self._paid_off_ns)
+
+    @property
+    def most_at_once(self) -> float:
+        return self._burst_chars if self._chars_per_s else math.inf
 
     def account(self, owner: str) -> "TextAccount":
         return TextAccount(self, owner)
@@ -77,7 +81,12 @@ class TextAccount(NamedTuple):
 
 
 def charge(
-    accounts: Sequence[TextAccount], num_chars: int, now_ns: int, turn_id: int | None = None
+    accounts: Sequence[TextAccount],
+    num_chars: int,
+    now_ns: int,
+    *,
+    param: str = "text",
+    turn_id: int | None = None,
 ) -> None:
     """To all of the accounts, or to none.
 
@@ -90,7 +99,7 @@ def charge(
         raise CapacityError(
             slowest.why_not(wait_s),
             code="text_rate_exceeded",
-            param="text",
+            param=param,
             turn_id=turn_id,
             retry_after_s=wait_s,
         )

@@ -1,5 +1,7 @@
 """What one API key, or without keys one address, may have: over all its connections, by every API."""
 
+import base64
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from realtime.auth import ApiKeys
 from realtime.config import ConfigError, ServerConfig
 from realtime.errors import HTTP_STATUS
 from tests.adapters.fish_support import FishSocket
+from tests.fakes import FakeEngine
 from tests.realtime.support import TIMEOUT_S, Client, Served, make_engine, serving
 from tests.realtime.test_voices import clip
 
@@ -131,6 +134,100 @@ async def test_what_finds_no_slot_is_not_charged(
             assert (await post(served, "/v1/tts", KEY)).status_code == 503
         await served.until_free()
         assert await is_spoken(served, "/v1/tts", KEY)
+
+
+SHORT, LONG = "Hello there.", "How it is said, in sixty characters that count like spoken ones."
+
+
+def prompted(path: str) -> dict[str, Any]:
+    """A short text that comes with a long one that is only read."""
+    if path == "/v1/audio/speech":
+        return POSTS[path] | {"input": SHORT, "instructions": LONG}
+    audio = base64.b64encode(clip()).decode()
+    return {"text": SHORT, "references": [{"audio": audio, "text": LONG}]}
+
+
+def make_prompted(folder: Path) -> FakeEngine:
+    engine = make_engine(folder)
+    engine.info = dataclasses.replace(engine.info, has_prompt=True)
+    return engine
+
+
+@pytest.mark.parametrize("path", POSTS)
+async def test_prompts_and_references_of_a_request_are_text_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 100)
+    limits = {"max_client_text_chars_per_s": 1}
+    async with (
+        serving(tmp_path, make_prompted(tmp_path), **limits) as served,
+        served.http() as http,
+    ):
+        response = await http.post(path, json=prompted(path), timeout=TIMEOUT_S)
+        assert response.status_code == 200
+        await served.until_free()
+        response = await http.post(path, json=prompted(path), timeout=TIMEOUT_S)
+        assert response.status_code == 429
+        assert 40 <= int(response.headers["retry-after"]) <= 2 * len(SHORT + LONG) - 100
+        assert set(response.json()) in ({"error"}, {"status", "message"})
+        assert "characters of text a second" in response.text
+        await served.until_free()
+
+
+@pytest.mark.parametrize("path", SOCKETS)
+async def test_prompts_and_references_on_a_socket_are_text_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 100)
+    limits = {"max_client_text_chars_per_s": 1}
+    async with serving(tmp_path, make_prompted(tmp_path), **limits) as served:
+        async with connect(served, path, KEY) as socket:
+            if path == wire.PATH:
+                client = Client(socket)
+                await client.start(prompt=LONG)
+                await client.send(wire.SessionUpdate(prompt=LONG))
+                error = await client.until(wire.Error)
+                assert (error.code, error.param, error.fatal) == (
+                    "text_rate_exceeded",
+                    "prompt",
+                    False,
+                )
+                assert 20_000 < error.retry_after_ms <= 28_000
+                await client.say(SHORT)
+            else:
+                fish, references = FishSocket(socket), [{"audio": clip(), "text": LONG}]
+                await fish.start(references=references)
+                await fish.start(references=references)
+                finish = await fish.until("finish")
+                assert finish["reason"] == "error" and "send it again in 2" in finish["message"]
+                await fish.start(text=SHORT)
+                await fish.send("stop")
+                assert await fish.until_finish()
+
+
+async def test_a_prompt_that_is_ignored_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 100)
+    async with serving(tmp_path, max_client_text_chars_per_s=1) as served, served.http() as http:
+        for _ in range(3):
+            response = await http.post(
+                "/v1/audio/speech", json=prompted("/v1/audio/speech"), timeout=TIMEOUT_S
+            )
+            assert response.status_code == 200
+
+
+async def test_what_could_never_be_taken_at_once_is_not_told_to_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 50)
+    for rate, status in ((1, 400), (0, 200)):
+        async with serving(tmp_path, max_client_text_chars_per_s=rate) as served:
+            async with served.http() as http:
+                response = await http.post("/v1/tts", json=prompted("/v1/tts"), timeout=TIMEOUT_S)
+        assert response.status_code == status
+        assert "retry-after" not in response.headers
+        assert status == 200 or "at most 50 are taken at once" in response.json()["message"]
 
 
 async def test_the_openai_sdk_waits_as_long_as_it_is_told(

@@ -7,7 +7,7 @@ import pytest
 
 from clients import ConnectionFailed, ConnectionLost, EngineError, Reconnect, VoiceError, connect
 from clients.reconnect import Attempts, is_retryable
-from realtime.errors import PlosiveError, ProtocolError, SessionError
+from realtime.errors import CapacityError, PlosiveError, ProtocolError, SessionError
 from realtime.wire import (
     SessionStart,
     SessionUpdate,
@@ -47,6 +47,7 @@ def test_codes_that_would_come_again(close_code) -> None:
         (ConnectionFailed("too many", status=429), True),
         (ConnectionFailed("wrong key", status=401), False),
         (ConnectionFailed("no such path", status=404), False),
+        (CapacityError("later", code="text_rate_exceeded", retry_after_s=2.0), True),
         (EngineError("engine_error", "the device is gone", fatal=True), True),
         (SessionError("idle_timeout", "idle", fatal=True), False),
         (ProtocolError("binary_not_expected", "what?", fatal=True), False),

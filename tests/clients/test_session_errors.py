@@ -6,7 +6,7 @@ import pytest
 
 from clients import ConnectionLost, EngineError, ProtocolError, SessionError, TurnCancelled, connect
 from realtime.errors import CapacityError
-from realtime.wire import Error, SessionClose, SessionClosing, TextAppend, TurnCancel
+from realtime.wire import Error, SessionClose, SessionClosing, SessionUpdate, TextAppend, TurnCancel
 from tests.clients.scripted_server import (
     PACKET,
     PACKETS_PER_WORD,
@@ -32,6 +32,22 @@ async def test_text_that_came_too_fast_says_when_to_come_back() -> None:
                 pass
         assert (refused.value.code, refused.value.turn_id) == ("text_rate_exceeded", 1)
         assert refused.value.retry_after_s == 1.5
+
+
+async def test_a_prompt_that_came_too_soon_says_when_to_come_back() -> None:
+    refusal = Error(code="text_rate_exceeded", message="wait", param="prompt", retry_after_ms=1500)
+
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(SessionUpdate)
+        await peer.send(refusal)
+        await peer.until_closed()
+
+    async with session_with(script) as session:
+        with pytest.raises(CapacityError) as refused:
+            await session.update(prompt="Whisper.")
+        assert (refused.value.param, refused.value.retry_after_s) == ("prompt", 1.5)
+        assert not session.has_ended
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import pytest
 
 from realtime.errors import CapacityError
+from realtime.pingpong.messages import OpenSlot
 from realtime.session.text_rate import TextRates, burst_chars, charge
-from tests.realtime.session.harness import Harness
+from tests.realtime.session.harness import Harness, commands
 
 S = 1_000_000_000
 
@@ -53,8 +54,8 @@ def test_a_rate_of_zero_permits_any_text():
         charge([rates.account("anna")], 1_000_000, now_ns=0)
 
 
-def test_what_may_come_at_once_is_a_minutes_worth_and_a_whole_turn():
-    assert [burst_chars(rate) for rate in (1, 1_000, 4_000)] == [60_000, 60_000, 240_000]
+def test_what_may_come_at_once_is_a_minutes_worth_and_a_whole_turn_with_its_prompt():
+    assert [burst_chars(rate) for rate in (1, 1_000, 4_000)] == [64_000, 64_000, 240_000]
 
 
 def test_accounts_are_kept_until_they_are_settled():
@@ -85,6 +86,49 @@ def test_sessions_of_one_client_share_its_account():
     assert two.receive("turn.commit", turn_id=1) == []
     two.run()
     assert two.client.ends == {1: ["turn.done"]}
+
+
+def test_prompts_are_charged_when_they_are_taken():
+    rates = TextRates("a client", 10, burst_chars=100)
+    harness = Harness(client_text=rates.account("anna"))
+    (error,) = harness.receive("session.start", voice="nobody", prompt="p" * 100)
+    assert error.code == "voice_not_found", "and nothing was charged"
+    harness.start(prompt="p" * 60)
+    (error,) = harness.receive("session.update", prompt="q" * 60)
+    assert (error.code, error.param, error.turn_id) == ("text_rate_exceeded", "prompt", None)
+    assert error.retry_after_ms == 2_000 and not error.fatal
+    (error,) = harness.receive("text.append", turn_id=1, text="a " * 30)
+    assert (error.code, error.retry_after_ms) == ("text_rate_exceeded", 2_000)
+    assert [command.prompt for command in commands(harness, OpenSlot)] == ["p" * 60]
+    harness.receive("session.update", voice="bob")  # the prompt that stays is paid
+    harness.now_ns += 2 * S
+    harness.receive("session.update", prompt="q" * 60)
+    harness.run()
+    assert [command.prompt for command in commands(harness, OpenSlot)][-1] == "q" * 60
+
+
+def test_a_session_whose_prompt_is_refused_can_be_started_later():
+    rates = TextRates("a client", 10, burst_chars=100)
+    charge([rates.account("anna")], 90, now_ns=0)
+    harness = Harness(client_text=rates.account("anna"))
+    (error,) = harness.receive("session.start", prompt="p" * 60)
+    assert (error.code, error.param, error.retry_after_ms) == (
+        "text_rate_exceeded",
+        "prompt",
+        5_000,
+    )
+    assert not harness.session.is_started
+    harness.now_ns += 5 * S
+    harness.start(prompt="p" * 60)
+
+
+def test_a_prompt_and_a_whole_turn_may_come_at_once():
+    harness = Harness(max_text_chars_per_s=1)
+    harness.start(prompt="p" * 4_000)
+    for _ in range(3):
+        assert harness.receive("text.append", turn_id=1, text="a " * 10_000) == []
+    (error,) = harness.receive("text.append", turn_id=2, text="a")
+    assert error.code == "text_rate_exceeded"
 
 
 @pytest.mark.parametrize("chars_per_s", [7, 900, 999_999_937])
