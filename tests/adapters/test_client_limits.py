@@ -180,29 +180,29 @@ async def test_prompts_and_references_on_a_socket_are_text_too(
 ) -> None:
     monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 100)
     limits = {"max_client_text_chars_per_s": 1}
-    async with serving(tmp_path, make_prompted(tmp_path), **limits) as served:
-        async with connect(served, path, KEY) as socket:
-            if path == wire.PATH:
-                client = Client(socket)
-                await client.start(prompt=LONG)
-                await client.send(wire.SessionUpdate(prompt=LONG))
-                error = await client.until(wire.Error)
-                assert (error.code, error.param, error.fatal) == (
-                    "text_rate_exceeded",
-                    "prompt",
-                    False,
-                )
-                assert 20_000 < error.retry_after_ms <= 28_000
-                await client.say(SHORT)
-            else:
-                fish, references = FishSocket(socket), [{"audio": clip(), "text": LONG}]
-                await fish.start(references=references)
-                await fish.start(references=references)
-                finish = await fish.until("finish")
-                assert finish["reason"] == "error" and "send it again in 2" in finish["message"]
-                await fish.start(text=SHORT)
-                await fish.send("stop")
-                assert await fish.until_finish()
+    engine = make_prompted(tmp_path)
+    async with serving(tmp_path, engine, **limits) as served, connect(served, path, KEY) as socket:
+        if path == wire.PATH:
+            client = Client(socket)
+            await client.start(prompt=LONG)
+            await client.send(wire.SessionUpdate(prompt=LONG))
+            error = await client.until(wire.Error)
+            assert (error.code, error.param, error.fatal) == (
+                "text_rate_exceeded",
+                "prompt",
+                False,
+            )
+            assert 20_000 < error.retry_after_ms <= 28_000
+            await client.say(SHORT)
+        else:
+            fish, references = FishSocket(socket), [{"audio": clip(), "text": LONG}]
+            await fish.start(references=references)
+            await fish.start(references=references)
+            finish = await fish.until("finish")
+            assert finish["reason"] == "error" and "send it again in 2" in finish["message"]
+            await fish.start(text=SHORT)
+            await fish.send("stop")
+            assert await fish.until_finish()
 
 
 async def test_a_prompt_that_is_ignored_costs_nothing(
@@ -222,9 +222,9 @@ async def test_what_could_never_be_taken_at_once_is_not_told_to_come_back(
 ) -> None:
     monkeypatch.setattr(hub, "burst_chars", lambda chars_per_s: 50)
     for rate, status in ((1, 400), (0, 200)):
-        async with serving(tmp_path, max_client_text_chars_per_s=rate) as served:
-            async with served.http() as http:
-                response = await http.post("/v1/tts", json=prompted("/v1/tts"), timeout=TIMEOUT_S)
+        limits = {"max_client_text_chars_per_s": rate}
+        async with serving(tmp_path, **limits) as served, served.http() as http:
+            response = await http.post("/v1/tts", json=prompted("/v1/tts"), timeout=TIMEOUT_S)
         assert response.status_code == status
         assert "retry-after" not in response.headers
         assert status == 200 or "at most 50 are taken at once" in response.json()["message"]
