@@ -2,8 +2,11 @@
 
 Every byte that can be written is given out by the push that made it: headers once, then packet by
 packet, with no seek back. What the stream says of its length is therefore what can be said in
-advance: Ogg, FLAC, WAV and raw PCM are exact to the sample. MP3 tells its delay and is longer by the
-rest of its last frame; AAC (ADTS) can tell nothing and is longer by 1024 samples in front as well.
+advance: Ogg, FLAC, WAV and raw PCM are exact to the sample. MP3 and AAC are longer by the rest of their
+last frame (of 576 and 1024 samples), and begin where the audio does: MP3 tells its delay; AAC (ADTS)
+can tell nothing, and goes without the frame of silence that its encoder puts in front. A decoder
+overlaps each frame with the one before, so that it hears the first 1024 samples faded in from nothing,
+mixed with their mirror image; speech by the embedded model is below -49 dBFS in the first half of them.
 """
 
 import struct
@@ -89,6 +92,7 @@ class _Container(NamedTuple):
     codec: str
     muxer_options: dict[str, str] = {}
     codec_options: dict[str, str] = {}
+    num_priming_packets: int = 0  # in front, of nothing but the encoder's delay
 
 
 class _Kind(NamedTuple):
@@ -131,7 +135,12 @@ _KINDS: dict[str, _Kind] = {
         (24_000, 48_000),
         _opus_bitrates,
     ),
-    "aac": _Kind("audio/aac", _PCM_RATES, _aac_bitrates, _Container("adts", "aac")),
+    "aac": _Kind(
+        "audio/aac",
+        _PCM_RATES,
+        _aac_bitrates,
+        _Container("adts", "aac", num_priming_packets=1),
+    ),
     "flac": _Kind(
         "audio/flac",
         _PCM_RATES,
@@ -252,6 +261,7 @@ class _AvWriter:
         self._stream = stream
         self._rate = rate
         self._num_samples = 0
+        self._num_priming = container.num_priming_packets  # still to come
 
     def write(self, pcm: NDArray[np.float32]) -> bytes:
         if len(pcm):
@@ -260,14 +270,19 @@ class _AvWriter:
             frame.sample_rate = self._rate
             frame.pts = self._num_samples  # from which Ogg's positions count
             self._num_samples += len(pcm)
-            self._muxer.mux(self._stream.encode(frame))
+            self._mux(self._stream.encode(frame))
         return self._take()
 
     def finish(self) -> bytes:
         self._muxer.start_encoding()  # the headers of a stream without audio
-        self._muxer.mux(self._stream.encode(None))
+        self._mux(self._stream.encode(None))
         self._muxer.close()
         return self._take()
+
+    def _mux(self, packets: list[av.Packet]) -> None:
+        num_dropped = min(self._num_priming, len(packets))
+        self._num_priming -= num_dropped
+        self._muxer.mux(packets[num_dropped:])
 
     def _take(self) -> bytes:
         data = self._sink.take()
