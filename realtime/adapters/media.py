@@ -279,7 +279,7 @@ class _AvWriter:
         self._muxer.close()
         return self._take()
 
-    def _mux(self, packets: list[av.Packet]) -> None:
+    def _mux(self, packets: "list[av.Packet[av.AudioStream]]") -> None:
         num_dropped = min(self._num_priming, len(packets))
         self._num_priming -= num_dropped
         self._muxer.mux(packets[num_dropped:])

@@ -305,6 +305,7 @@ async def test_a_client_that_does_not_read_loses_the_slot(
         writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         await reader.readuntil(b"\r\n\r\n")
         await served.until_free()
+        await served.until_idle()
         assert "a response is cut short: its client takes nothing" in caplog.text
         assert (await tts(http)).status_code == 200
         writer.transport.abort()

@@ -1,6 +1,7 @@
 """`/v1/tts/live`: interruptions, errors, floods, and leaving at any stage."""
 
 import asyncio
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from realtime.adapters.fish_live import Speech
 from realtime.pingpong.messages import CancelTurn, EndTurn, OpenSlot
 from tests.adapters.fish_support import LIVE, TEXT, assert_same, live, pcm_of, spoken
 from tests.realtime.support import make_engine, serving
@@ -79,6 +81,25 @@ async def test_a_client_that_does_not_read_is_closed(tmp_path: Path) -> None:
             await socket.send(ormsgpack.packb({"event": "text", "text": TEXT * 400}))
             await socket.send(ormsgpack.packb({"event": "stop"}))
             await served.until_free()
+            await served.until_idle()  # the socket too, though its client still reads nothing
+            with pytest.raises(ConnectionClosed) as closed:
+                while True:
+                    await socket.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 4001
+
+
+async def test_what_is_over_is_not_kept(tmp_path: Path) -> None:
+    """However many replies a socket speaks: finished, taken over by the next, or failed."""
+    async with serving(tmp_path) as served, live(served) as fish:
+        for text in (TEXT, "", TEXT):
+            await fish.start(text=text)
+            await fish.send("stop")
+            await fish.until_finish()
+            await fish.start(text=TEXT)  # the next start takes its place
+        await fish.start(format="nonsense")
+        await fish.until_finish("error")
+        gc.collect()
+        assert not [thing for thing in gc.get_objects() if isinstance(thing, Speech)]
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ async def test_a_client_that_never_reads_loses_its_slot(tmp_path: Path) -> None:
         writer.transport.pause_reading()
         writer.write(raw_request(ASKED | {"input": "Hello there. " * 4_000}))
         await asyncio.to_thread(engine.wait_until, lambda: len(engine.emitted[0, 1]) > 10)
+        await served.until_idle()  # the request is over as well, though nothing of it was read
         assert await is_serving(served)
         writer.transport.abort()
         num_frames = len(engine.emitted[0, 1])

@@ -58,6 +58,12 @@ class Served:
                 await self.hub.slot_released.wait()
         assert self.hub.egress.num_encoders == 0
 
+    async def until_idle(self) -> None:
+        """No request and no socket is being served, whether its client reads or not."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while tasks := self.server.server_state.tasks.copy():
+                await asyncio.wait(tasks)
+
 
 def write_voice(folder: Path, name: str = "tone", num_frames: int = 50) -> None:
     folder.mkdir(parents=True, exist_ok=True)
