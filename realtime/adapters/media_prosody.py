@@ -2,8 +2,8 @@
 
 Measured on tones at 0.5x, 0.8x, 1.25x, 2x: duration exact to the sample, pitch within 1 cent from
 200 Hz up (6.5 at 100 Hz), no step above 1.03 of the tone's own, residue below -32 dB, 40 to 60 ms of
-look-ahead; on speech no step above its own, long-term spectrum within 1.2 dB. The limiter holds the
-peak at 0.98; its residue is below -100 dB once it has settled.
+look-ahead. On real speech: the table in `tests_clients/README.md`. The limiter holds the peak at 0.98;
+its residue is below -100 dB once it has settled.
 """
 
 import math
