@@ -63,8 +63,14 @@ class Blocks:
 
 class Dialogues:
     def __init__(
-        self, codes_files: list[Path], corpus: Path, prompt: PromptTokens, device: torch.device
+        self,
+        codes_files: list[Path],
+        corpus: Path,
+        prompt: PromptTokens,
+        device: torch.device,
+        own_share: float | None = None,
     ) -> None:
+        """own_share: of the rows, for the package's voices; their share of the speech by default"""
         data = _join(codes_files)
         self.length, self.text, self.voice = data["length"], data["text"], data["voice"]
         self.prompt, self.device = prompt, device
@@ -81,9 +87,9 @@ class Dialogues:
         self.blocks = blocks
         self.tokens = torch.from_numpy(np.concatenate(blocks.tokens)).to(device)
         self.codes = torch.from_numpy(np.concatenate(blocks.codes)).to(device)
-        self._split()
+        self._split(own_share)
 
-    def _split(self) -> None:
+    def _split(self, own_share: float | None) -> None:
         held = self.text % HOLDOUT_EVERY == 0
         usable = (self.length >= MIN_FRAMES) & (self.length <= MAX_FRAMES)
         refers = (self.length >= MIN_REFERENCE_FRAMES) & (self.length <= MAX_REFERENCE_FRAMES)
@@ -96,24 +102,36 @@ class Dialogues:
         self.voices = [v for v in voices if not is_stranger(v)]
         frames = np.array([self.length[self.clips[v]].sum() for v in self.voices], np.float64)
         self.shares = frames / frames.sum()
+        own = np.array(self.voices) < len(VOICES)
+        if own_share is not None and 0 < own.sum() < len(own):
+            for group, share in ((own, own_share), (~own, 1 - own_share)):
+                self.shares[group] *= share / self.shares[group].sum()
 
     def hours(self) -> float:
         return sum(int(self.length[self.clips[v]].sum()) for v in self.voices) / 25 / 3600
 
-    def opening(self, voice: int, rng: np.random.Generator) -> int:
+    def opening(self, voice: int, rng: np.random.Generator) -> tuple[int, int]:
+        """The block, and the clip in it (-1: none)."""
         if voice == DEFAULT_VOICE and rng.random() < NO_REFERENCE_SHARE:
-            return self.no_reference
-        return self.reference[rng.choice(self.references[voice])]
+            return self.no_reference, -1
+        clip = int(rng.choice(self.references[voice]))
+        return self.reference[clip], clip
 
     def row(
         self, voice: int, num_positions: int, clips: list[npt.NDArray], rng: np.random.Generator
     ) -> tuple[npt.NDArray, int]:
-        """Index of `num_positions` positions and the length of the opening."""
-        spans = [self.blocks.span(self.opening(voice, rng))]
+        """Index of `num_positions` positions and the length of the opening. No clip is said again
+        before all were, and the reference not at all: a copy teaches nothing."""
+        block, reference = self.opening(voice, rng)
+        spans = [self.blocks.span(block)]
         opening, size = len(spans[0]), len(spans[0])
+        others = clips[voice][clips[voice] != reference]
         while size < num_positions:
-            spans.append(self.blocks.span(self.turn[rng.choice(clips[voice])]))
-            size += len(spans[-1])
+            for clip in rng.permutation(others if len(others) else clips[voice]):
+                spans.append(self.blocks.span(self.turn[clip]))
+                size += len(spans[-1])
+                if size >= num_positions:
+                    break
         return np.concatenate(spans)[:num_positions], opening
 
     def index(self, num_rows: int, num_positions: int, rng: np.random.Generator) -> Tensor:

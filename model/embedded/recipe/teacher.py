@@ -188,7 +188,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             command.add_argument("--voices", nargs="+", choices=VOICES, default=list(VOICES))
         else:
             command.add_argument(
-                "--invented", type=int, default=0, help="blended speakers instead of the ten voices"
+                "--invented", type=int, default=0, help="these speakers instead of the ten voices"
+            )
+            command.add_argument(
+                "--after",
+                type=int,
+                default=0,
+                help="invented speakers that are left out, the first",
             )
             command.add_argument(
                 "--spoken", type=Path, help="codes.npz whose utterances are left out"
@@ -233,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         voices, spoken = range(len(speakers)), frozenset[int]()
         if args.invented:
             speakers += invent(list(load_styles(args.teacher)), args.invented, args.seed)
-            voices = range(len(VOICES), len(speakers))
+            voices = range(len(VOICES) + args.after, len(speakers))
         if args.spoken:
             spoken = frozenset(np.load(args.spoken)["text"].tolist())
         teacher = Teacher(args.teacher, args.device, speakers)

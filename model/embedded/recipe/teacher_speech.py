@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from model.embedded.recipe.speakers import Parts, Speaker
+from model.embedded.recipe.speakers import TIMBRE_DIMS, Parts, Speaker
 from model.embedded.recipe.teacher_files import load_weights
 
 SAMPLE_RATE_HZ = 24_000
@@ -155,10 +155,11 @@ class Teacher:
         tables = load_styles(folder)
         self.tables = torch.stack(list(tables.values())).to(self.device)
         names = list(tables)
-        self.timbre, self.prosody = (
+        self.timbre, self.crossed, self.prosody = (
             _weights(parts, names).to(self.device)
-            for parts in zip(*((s.timbre, s.prosody) for s in speakers), strict=True)
+            for parts in zip(*((s.timbre, s.crossed, s.prosody) for s in speakers), strict=True)
         )
+        self.mask = _masks(speakers).to(self.device)
         self.stress_ids = [self.vocab[PRIMARY_STRESS], self.vocab[SECONDARY_STRESS]]
 
     def tokens(self, phonemes: str) -> list[int]:
@@ -217,7 +218,9 @@ class Teacher:
         """f32 [voices, 256]: timbre, then prosody"""
         row = self.tables[:, min(num_tokens, self.tables.shape[1]) - 1]
         at = torch.tensor(voices, device=self.device)
-        return torch.cat([self.timbre[at] @ row[:, :128], self.prosody[at] @ row[:, 128:]], 1)
+        timbres, prosodies = row.split(TIMBRE_DIMS, 1)
+        timbre = torch.where(self.mask[at], self.crossed[at] @ timbres, self.timbre[at] @ timbres)
+        return torch.cat([timbre, self.prosody[at] @ prosodies], 1)
 
     def _speeds(self, items: Sequence[Item]) -> torch.Tensor:
         """f32 [items]; what a longer vocal tract slows down is spoken faster: the tempo stays."""
@@ -270,6 +273,11 @@ def _weights(parts: Sequence[Parts], names: Sequence[str]) -> torch.Tensor:
         for name, weight in blend:
             weights[row, names.index(name)] = weight
     return weights
+
+
+def _masks(speakers: Sequence[Speaker]) -> torch.Tensor:
+    """bool [speakers, TIMBRE_DIMS]"""
+    return torch.tensor([[bool(s.mask >> i & 1) for i in range(TIMBRE_DIMS)] for s in speakers])
 
 
 def _clip(item: int, audio: torch.Tensor, labels: torch.Tensor, tract: float) -> Clip:

@@ -188,6 +188,8 @@ def train(trainer: Trainer, dialogues: Dialogues, progress: dict[str, float], ou
     held = {"held": dialogues.held_rows(*size), "stranger": dialogues.stranger_rows(*size)}
     batches = dialogues.batches(trainer.shapes, args.seed + int(progress["step"]))
     num_positions, last_step = 0, int(progress["step"])
+    if not last_step:  # what `--start-from` gave is the best so far
+        log_record({"step": 0, **evaluate(trainer, held, progress, out)}, out / "dual_ar.jsonl")
     while True:
         step = int(progress["step"])
         done = max(watch.total_s / (args.minutes * 60), step / args.steps)
@@ -226,6 +228,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--codes", type=Path, nargs="+", required=True, help="one or more codes.npz")
     p.add_argument("--corpus", type=Path, required=True, help="lines of text<TAB>phonemes")
     p.add_argument("--phonemes", type=Path, required=True, help="the teacher's vocab.json")
+    p.add_argument(
+        "--own-share", type=float, help="of the rows, for the ten voices; else as they have speech"
+    )
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--start-from", type=Path, help="dual_ar.safetensors to go on from")
     p.add_argument("--minutes", type=float, default=5.0, help="earlier parts included")
@@ -273,7 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     while args.wait and not all(file.exists() for file in args.codes):
         time.sleep(0.5)
     prompt = PromptTokens(build_vocab(read_phonemes(args.phonemes)))
-    dialogues = Dialogues(args.codes, args.corpus, prompt, device)
+    dialogues = Dialogues(args.codes, args.corpus, prompt, device, args.own_share)
     trainer.load_data(dialogues)
     own = sum(v < len(VOICES) for v in dialogues.voices)
     print(

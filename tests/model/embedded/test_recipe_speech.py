@@ -194,6 +194,35 @@ def test_other_speakers_come_from_a_second_file_and_strangers_only_count(
     assert dialogues.stranger_rows(6, 200) == []
 
 
+def test_the_voices_of_the_package_may_have_a_share_of_their_own(
+    dialogues: Dialogues, tmp_path: Path
+) -> None:
+    """Voice 1 becomes an invented speaker."""
+    with np.load(tmp_path / "codes.npz") as codes:
+        other = dict(codes) | {"voice": np.repeat([0, 10], 12)}
+    np.savez(tmp_path / "other.npz", **other)
+    corpus = tmp_path / "corpus.tsv"
+    shared = Dialogues([tmp_path / "other.npz"], corpus, PROMPT, CPU, own_share=0.2)
+    assert shared.shares.tolist() == pytest.approx([0.2, 0.8])
+    alone = Dialogues([tmp_path / "codes.npz"], corpus, PROMPT, CPU, own_share=0.2)
+    assert alone.shares.tolist() == dialogues.shares.tolist()
+
+
+def test_a_row_says_every_clip_before_it_repeats_one_and_never_its_reference(
+    dialogues: Dialogues,
+) -> None:
+    starts = {dialogues.blocks.starts[block]: clip for clip, block in enumerate(dialogues.turn)}
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        index, opening = dialogues.row(1, 1200, dialogues.clips, rng)
+        said = [starts[at] for at in index[opening:].tolist() if at in starts]
+        reference = dialogues.reference.index(dialogues.blocks.starts.index(int(index[0])))
+        others = set(dialogues.clips[1].tolist()) - {reference}
+        assert len(said) > len(others)
+        assert set(said[: len(others)]) == others
+        assert reference not in said
+
+
 def test_what_each_position_predicts() -> None:
     """Text predicts nothing, `<|voice|>` the first frame, a frame the next one, the last the end."""
     user, frames = PROMPT.user("ab"), [5, 6, 7]

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from model.embedded.recipe import teacher, teacher_files, teacher_speech
-from model.embedded.recipe.speakers import ENGLISH, UNSEEN, VOICES, Speaker, invent, plain
+from model.embedded.recipe.speakers import (
+    ENGLISH,
+    NUM_BLENDS,
+    TIMBRE_DIMS,
+    UNSEEN,
+    VOICES,
+    Speaker,
+    invent,
+    plain,
+)
 from model.embedded.recipe.teacher_speech import BLOCK_SAMPLES, Item, Teacher
 
 PRIMARY, SECONDARY = 8, 9
@@ -126,13 +135,43 @@ def test_invented_speakers_are_new_and_know_no_stranger() -> None:
     assert 0 < len(mixed) < 60
 
 
+def test_later_speakers_are_crossed_and_the_first_stay_as_they_are() -> None:
+    speakers = invent(NAMES, NUM_BLENDS + 200, seed=1)
+    blends, crossed = speakers[:NUM_BLENDS], speakers[NUM_BLENDS:]
+    assert blends == invent(NAMES, NUM_BLENDS, seed=1)
+    assert not any(s.crossed or s.mask for s in blends)
+    for speaker in crossed:
+        assert speaker.timbre[0][0] != speaker.crossed[0][0]
+        assert sum(weight for _, weight in speaker.crossed) == pytest.approx(1)
+    assert {name for s in crossed for name, _ in s.crossed} == set(NAMES) - set(UNSEEN)
+    counts = [s.mask.bit_count() for s in crossed]
+    assert min(counts) > 10 and max(counts) < 90 and 40 < np.mean(counts) < 56
+    assert all(0 < s.mask < 1 << TIMBRE_DIMS for s in crossed)
+
+
+def test_a_crossed_timbre_has_the_masked_dimensions_of_the_second() -> None:
+    speaker = Speaker((("a", 1.0),), (("a", 1.0),), crossed=(("b", 1.0),), mask=0b110)
+    fake = FakeTeacher()
+    set_styles(fake, [plain("a"), speaker], ["a", "b"])
+    fake.tables = torch.stack([torch.full((5, 256), 4.0), torch.full((5, 256), 8.0)])
+    style = fake._styles([1, 0], 3)
+    assert style[0].tolist() == [4.0, 8.0, 8.0] + [4.0] * 253
+    assert style[1].tolist() == [4.0] * 256
+
+
+def set_styles(fake: FakeTeacher, speakers: list[Speaker], names: list[str]) -> None:
+    fake.timbre = teacher_speech._weights([s.timbre for s in speakers], names)
+    fake.crossed = teacher_speech._weights([s.crossed for s in speakers], names)
+    fake.prosody = teacher_speech._weights([s.prosody for s in speakers], names)
+    fake.mask = teacher_speech._masks(speakers)
+
+
 def test_styles_are_blended_half_by_half() -> None:
     speaker = Speaker((("a", 0.25), ("b", 0.75)), (("b", 1.0),))
-    fake, names = FakeTeacher(), ["a", "b"]
+    fake = FakeTeacher()
+    set_styles(fake, [plain("a"), speaker], ["a", "b"])
     fake.tables = torch.stack([torch.full((5, 256), 4.0), torch.full((5, 256), 8.0)])
     fake.tables[:, 2] += 1  # a row per number of tokens
-    fake.timbre = teacher_speech._weights([plain("a").timbre, speaker.timbre], names)
-    fake.prosody = teacher_speech._weights([plain("a").prosody, speaker.prosody], names)
     style = fake._styles([1, 0], 3)
     assert style[0].tolist() == [8.0] * 128 + [9.0] * 128
     assert style[1].tolist() == [5.0] * 256
