@@ -59,6 +59,21 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// The same for bytes that other CTAs of the cluster send.
+DEVICE void barrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
 // Contiguous copy global -> shared by the copy engine: 16-byte aligned, a multiple of 16 bytes.
 DEVICE void bulk_copy(u32 destination, const void* source, u32 bytes, u32 barrier) {
   asm volatile(
@@ -90,6 +105,10 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.alig
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_sync() { cluster_arrive(), cluster_wait(); }
 
+// The same without order of memory, where only barriers were initialised before: the other arrival is a
+// fence that waits for all a thread has asked of memory (MEMBAR.ALL.GPU).
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
 // Address of the same variable in the shared memory of CTA `rank` of the cluster.
 DEVICE u32 cluster_address(u32 address, u32 rank) {
   u32 mapped;
@@ -114,6 +133,23 @@ DEVICE void cluster_store4(u32 address, float x, float y, float z, float w) {
   asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y),
                "f"(z), "f"(w)
                : "memory");
+}
+
+// Stores into a CTA of the cluster, whose `barrier` counts the bytes: it needs no fence, and who waits
+// there (`barrier_wait_cluster`) sees them.
+DEVICE void cluster_send2(u32 address, float x, float y, u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+      "f"(x), "f"(y), "r"(barrier)
+      : "memory");
+}
+
+DEVICE void cluster_send4(u32 address, float x, float y, float z, float w, u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          address),
+      "f"(x), "f"(y), "f"(z), "f"(w), "r"(barrier)
+      : "memory");
 }
 
 #endif  // sm_90 and newer
