@@ -35,7 +35,7 @@ from realtime.pingpong.messages import (
     SlotRef,
     VoicePrompt,
 )
-from realtime.pingpong.restarts import Newcomer, Pauses, Restarts
+from realtime.pingpong.restarts import Deadline, Newcomer, Pauses, Restarts
 from realtime.pingpong.slots import Generations, Slots
 from realtime.threads import name_thread
 
@@ -177,6 +177,7 @@ class Fleet:
             if revive
             else None
         )
+        self._arriving = threading.Lock()
         self._closing: dict[SlotRef, int] = {}  # not answered yet: by which engine
         self._sink: Callable[[Event], None] = lambda event: None
         self._own_events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
@@ -216,7 +217,8 @@ class Fleet:
         try:
             engine.submit(replace(command, slot=binding.local(command.slot)))
         except EngineError as error:
-            if error.code == "engine_overloaded" or self.failure is not None:
+            is_lost = self.failure is not None and self._restarts is None
+            if error.code == "engine_overloaded" or is_lost:
                 raise
             if isinstance(command, CloseSlot):
                 self._answer_close(command.slot)
@@ -286,23 +288,32 @@ class Fleet:
         if self._closing.pop(slot, None) is not None:
             self._own_events.put(SlotClosed(slot))
 
-    def _welcome(self, place: int, engine: Engine) -> None:
-        """On the thread of the restarts: `engine` is loaded. Sessions come to it when it is warm.
+    def _welcome(self, place: int, engine: Engine, deadline: Deadline) -> None:
+        """On the thread of the restarts of that place: `engine` is loaded. Sessions come to it when it
+        is warm; others may come in meanwhile.
 
         Raises:
-            PlosiveError: it died, or is of another model than the others.
+            PlosiveError: it died or is late, or is of another model than the others.
         """
-        idx = len(self._engines)
         try:
             _check_same_model(engine, self._info)
         except AssertionError as error:
             raise PlosiveError("model_unusable", str(error)) from error
-        engine.start(partial(self._hear, idx))
+        index: list[int] = []  # its own; empty until it is a member, of whom nobody has a slot
+
+        def hear(event: Event) -> None:
+            if index:
+                self._hear(index[0], event)
+
+        engine.start(hear)
         engine.warm_up(self._voices)
-        self._prefixes.append(OrderedDict((_key((voice,), ""), None) for voice in self._voices))
-        self._engines.append(engine)
-        self._slots.add(engine, instead_of=self._members[place])
-        self._members[place] = idx
+        with self._arriving:
+            deadline.meet()
+            index.append(len(self._engines))
+            self._prefixes.append(OrderedDict((_key((voice,), ""), None) for voice in self._voices))
+            self._engines.append(engine)
+            self._slots.add(engine, instead_of=self._members[place])
+            self._members[place] = index[0]
 
     # ------------------------------------------------------------------ placement
 

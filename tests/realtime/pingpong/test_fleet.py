@@ -202,6 +202,21 @@ def test_a_new_session_on_an_engine_that_has_just_died_is_placed_elsewhere(make_
     assert rig.engine_of(slot) != dead
 
 
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_voices_are_asked_of_an_engine_that_lives(make_rig, dead: int) -> None:
+    rig = make_rig(3)
+    asked: list[int] = []
+    for idx, engine in enumerate(rig.engines):
+        engine.check_voice = lambda _, idx=idx: asked.append(idx)
+        engine.encode_voice = lambda *_, idx=idx: asked.append(idx)
+        engine.failure = None if idx == (dead + 1) % 3 else "gone"
+    rig.fleet.check_voice(voice("a"))
+    rig.fleet.encode_voice(b"", 1.0)
+    assert asked == [(dead + 1) % 3] * 2
+    for engine in rig.engines:
+        engine.failure = None
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_no_slot_is_lost(make_rig, seed: int) -> None:
     rig, rng = make_rig(3, slots_each=2), random.Random(seed)

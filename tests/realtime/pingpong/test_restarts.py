@@ -3,14 +3,23 @@
 import logging
 import queue
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from realtime.errors import PlosiveError
 from realtime.pingpong.fleet import Fleet
-from realtime.pingpong.messages import CloseSlot, SlotClosed, SlotRef, TurnEnd, VoicePrompt
-from realtime.pingpong.restarts import Pauses
+from realtime.pingpong.messages import (
+    CancelTurn,
+    CloseSlot,
+    SlotClosed,
+    SlotFailed,
+    SlotRef,
+    TurnEnd,
+    VoicePrompt,
+)
+from realtime.pingpong.restarts import Deadline, Pauses
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.tone import ToneConfig, ToneEngine
 from tests.support.recorder import Recorder
@@ -31,6 +40,7 @@ class Mortal(ToneEngine):
         self.warm_with: list[tuple] = []
         self.is_stopped = threading.Event()
         self.is_loading = threading.Event()
+        self.is_warming = threading.Event()
 
     def load(self) -> "Mortal":
         self.is_loading.set()
@@ -42,6 +52,9 @@ class Mortal(ToneEngine):
 
     def warm_up(self, voices: tuple) -> None:
         self.warm_with.append(voices)
+        self.is_warming.set()
+        if self.how == "hangs warming up":
+            assert self.is_stopped.wait(WAIT_S)
         if self.how == "dies warming up":
             raise PlosiveError("engine_stopped", "it died")
 
@@ -178,6 +191,85 @@ def test_an_engine_that_lasted_is_started_soon(
     assert rig.came.wait(WAIT_S)
     monkeypatch.undo()
     assert [Pauses().before_try(tries) for tries in asked] == expected_s
+
+
+HANGS = pytest.mark.parametrize("how", ["hangs", "hangs warming up"])
+
+
+@HANGS
+def test_an_engine_that_hangs_holds_up_no_other(make_rig, how) -> None:
+    rig = make_rig(how)
+    rig.engines[0].die()
+    _, stuck = rig.next()
+    assert (stuck.is_loading if how == "hangs" else stuck.is_warming).wait(WAIT_S)
+    rig.engines[1].die()
+    place, _ = rig.next()
+    assert place == 1 and rig.came.wait(WAIT_S)
+    first = opened(rig.fleet, rig.recorder)
+    assert rig.fleet.slots.acquire() is None
+    rig.came.clear()
+    stuck.is_stopped.set()  # goes on
+    assert rig.came.wait(WAIT_S)
+    second = opened(rig.fleet, rig.recorder)
+    assert [rig.fleet.slots.binding(slot).engine for slot in (first, second)] == [2, 3]
+    for slot in (first, second):
+        say(rig.fleet, slot, 1, "Each on its own engine.")
+        assert rig.recorder.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
+        rig.close(slot)
+
+
+@HANGS
+def test_an_engine_that_hangs_is_given_up(make_rig, caplog, how) -> None:
+    rig = make_rig(how, pauses=replace(QUICK, making_s=0.05))
+    rig.engines[1].die()
+    _, stuck = rig.next()
+    assert stuck.is_stopped.wait(WAIT_S)
+    rig.next()
+    assert rig.came.wait(WAIT_S)
+    assert (
+        "engine 1 cannot be started: engine_stopped: it was not there after 0.05 s" in caplog.text
+    )
+    assert stuck not in rig.fleet._engines
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_deadline_stops_who_misses_it_and_nobody_else(is_late) -> None:
+    newcomer = Mortal(1)
+    deadline = Deadline(newcomer, 0.0 if is_late else 1e6)
+    if is_late:
+        assert newcomer.is_stopped.wait(WAIT_S)
+        with pytest.raises(PlosiveError):
+            deadline.meet()
+    else:
+        deadline.meet()
+        deadline._miss()  # the timer, a moment after
+        deadline.meet()
+        assert not newcomer.is_stopped.is_set()
+
+
+def test_when_all_have_died_slots_come_back_with_the_engines(make_rig) -> None:
+    rig = make_rig("hangs", "hangs")
+    slots = [opened(rig.fleet, rig.recorder) for _ in range(2)]
+    for engine in rig.engines:
+        engine.die()
+        engine.stop()
+    newcomers = [rig.next()[1] for _ in rig.engines]
+    assert rig.fleet.failure == "device lost; device lost"
+    rig.fleet.submit(CancelTurn(slots[0], 1, 0))
+    assert rig.recorder.wait(SlotFailed).slot == slots[0]
+    for slot in slots:  # as their sessions do
+        rig.close(slot)
+    assert rig.fleet.slots.acquire() is None
+    for newcomer in newcomers:
+        newcomer.is_stopped.set()
+    wait_until(lambda: rig.fleet.slots.num_free == 2)
+    assert rig.fleet.failure is None
+    again = [opened(rig.fleet, rig.recorder) for _ in range(2)]
+    for slot in again:
+        say(rig.fleet, slot, 1, "Both again.")
+    assert {rig.recorder.wait(TurnEnd).slot for _ in again} == set(again)
+    for slot in again:
+        rig.close(slot)
 
 
 def test_stop_does_not_wait_for_an_engine_that_loads(make_rig) -> None:
