@@ -1,6 +1,7 @@
 """One connection: its socket, its protocol, its reader task, and the turns opened on it."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import Callable
 from weakref import WeakValueDictionary
@@ -11,7 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.typing import Subprotocol
 
 from clients.address import is_loopback, key_headers, refusal, retry_after_s
-from clients.explain import cause
+from clients.explain import no_connection
 from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
 from clients.turn import Turn
 from realtime.errors import ConnectionFailed, PlosiveError
@@ -111,6 +112,7 @@ async def open_link(
     api_key: str | None,
     start: SessionStart,
     on_event: Callable[[Link, SessionEvent], None],
+    ssl_context: ssl.SSLContext | None = None,
 ) -> tuple[Link, SessionReady]:
     """Connect and start a session.
 
@@ -118,7 +120,7 @@ async def open_link(
         ConnectionFailed: nobody answers, or the upgrade was refused.
         PlosiveError: the server refused the session.
     """
-    link = Link(await _open_websocket(address, api_key), start, on_event)
+    link = Link(await _open_websocket(address, api_key, ssl_context), start, on_event)
     try:
         return link, await link.ask(link.protocol.start_frame)
     except BaseException:
@@ -126,7 +128,9 @@ async def open_link(
         raise
 
 
-async def _open_websocket(address: str, api_key: str | None) -> ClientConnection:
+async def _open_websocket(
+    address: str, api_key: str | None, ssl_context: ssl.SSLContext | None
+) -> ClientConnection:
     try:
         return await open_websocket(
             address,
@@ -137,14 +141,13 @@ async def _open_websocket(address: str, api_key: str | None) -> ClientConnection
             ping_interval=PING_S,
             ping_timeout=PING_S,
             close_timeout=2.0,
+            ssl=(ssl_context or True) if address.startswith("wss:") else None,
             proxy=None if is_loopback(address) else True,
         )
     except InvalidStatus as error:
         raise _refused(error) from None
     except (OSError, WebSocketException) as error:
-        raise ConnectionFailed(
-            f"cannot connect to {address}: {cause(error)}. Is the server up?"
-        ) from None
+        raise ConnectionFailed(no_connection(address, error)) from None
 
 
 def _refused(error: InvalidStatus) -> ConnectionFailed:

@@ -1,6 +1,7 @@
 """The asynchronous client: one session, any number of turns, over one connection at a time."""
 
 import asyncio
+import ssl
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -250,6 +251,7 @@ class ConnectOptions(TypedDict, total=False):
     max_lead_ms: int | None
     open_timeout_s: float
     reconnect: Reconnect
+    ssl_context: ssl.SSLContext | None
 
 
 @asynccontextmanager
@@ -264,11 +266,13 @@ async def connect(  # noqa: PLR0913 - what a session can be told
     max_lead_ms: int | None = None,
     open_timeout_s: float = 30.0,
     reconnect: Reconnect = NEVER,
+    ssl_context: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Session]:
     """Open a session; the block begins when voice and prompt are prefilled.
 
     `url` is the server ("http://host:8765", "ws://host:8765") or the full address of its endpoint.
-    `api_key` is for servers that need one. `voice` None is the server's default voice. Leaving the
+    `api_key` is for servers that need one. `ssl_context` is for an https server whose certificate
+    this machine does not trust (or name the authority's file in SSL_CERT_FILE). `voice` None is the server's default voice. Leaving the
     block closes the socket.
 
     With `reconnect`, a connection that is lost is opened again in the background, with the voice
@@ -296,7 +300,7 @@ async def connect(  # noqa: PLR0913 - what a session can be told
     async def open_in_time(start: SessionStart, on_event: OnEvent) -> tuple[Link, SessionReady]:
         try:
             async with asyncio.timeout(open_timeout_s):
-                return await open_link(address, api_key, start, on_event)
+                return await open_link(address, api_key, start, on_event, ssl_context)
         except TimeoutError:
             raise ConnectionFailed(
                 f"{url} did not get a session ready within {open_timeout_s:g} s"

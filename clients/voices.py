@@ -1,7 +1,11 @@
-"""A server's voices over HTTP: list, add from a clip, delete. Blocking, standard library only."""
+"""A server's voices over HTTP: list, add from a clip, delete. Blocking, standard library only.
+
+`ssl_context` is for an https server whose certificate this machine does not trust.
+"""
 
 import json
 import secrets
+import ssl
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -10,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from clients.address import http_url, key_headers, refusal, retry_after_s
-from clients.explain import cause
+from clients.explain import no_connection
 from realtime.errors import ConnectionFailed, PlosiveError, VoiceError
 
 PATH = "/v1/voices"
@@ -27,20 +31,30 @@ class Voice:
     is_default: bool = False
 
 
-def list_voices(url: str, *, api_key: str | None = None) -> list[Voice]:
+def list_voices(
+    url: str, *, api_key: str | None = None, ssl_context: ssl.SSLContext | None = None
+) -> list[Voice]:
     """Built-in voices first. `url` is the server's, like http://localhost:8765.
 
     Raises:
         ConnectionFailed: the server cannot be reached, or refused the key.
     """
-    answer = _request("GET", url, PATH, api_key)
+    answer = _request("GET", url, PATH, api_key, ssl_context)
     return [
         _voice({**fields, "is_default": fields["name"] == answer.get("default")})
         for fields in answer["voices"]
     ]
 
 
-def add_voice(url: str, name: str, clip: Path, text: str, *, api_key: str | None = None) -> Voice:
+def add_voice(
+    url: str,
+    name: str,
+    clip: Path,
+    text: str,
+    *,
+    api_key: str | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> Voice:
     """Add a voice from a recording, in any common audio format, and what is said in it.
 
     Raises:
@@ -56,17 +70,24 @@ def add_voice(url: str, name: str, clip: Path, text: str, *, api_key: str | None
         f"--{boundary}--\r\n".encode(),
     ]
     content_type = f"multipart/form-data; boundary={boundary}"
-    return _voice(_request("POST", url, PATH, api_key, b"".join(parts), content_type))
+    body = b"".join(parts)
+    return _voice(_request("POST", url, PATH, api_key, ssl_context, body, content_type))
 
 
-def delete_voice(url: str, name: str, *, api_key: str | None = None) -> None:
+def delete_voice(
+    url: str,
+    name: str,
+    *,
+    api_key: str | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> None:
     """Delete an added voice.
 
     Raises:
         VoiceError: there is none of that name, or it is built in.
         ConnectionFailed: the server cannot be reached, or refused the key.
     """
-    _request("DELETE", url, f"{PATH}/{quote(name, safe='')}", api_key)
+    _request("DELETE", url, f"{PATH}/{quote(name, safe='')}", api_key, ssl_context)
 
 
 def _voice(fields: dict[str, Any]) -> Voice:
@@ -84,6 +105,7 @@ def _request(
     url: str,
     path: str,
     api_key: str | None,
+    ssl_context: ssl.SSLContext | None,
     body: bytes | None = None,
     content_type: str = "",
 ) -> dict[str, Any]:
@@ -93,14 +115,13 @@ def _request(
     if content_type:
         request.add_header("Content-Type", content_type)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=60, context=ssl_context) as response:
             text = response.read()
     except urllib.error.HTTPError as error:
         with error:
             raise _refused(error) from None
     except OSError as error:
-        why = cause(error)
-        raise ConnectionFailed(f"cannot connect to {url}: {why}. Is the server up?") from None
+        raise ConnectionFailed(no_connection(url, error)) from None
     answer: dict[str, Any] = json.loads(text) if text else {}
     return answer
 

@@ -6,8 +6,8 @@ WebSocket, as the subprotocol `plosive.key.KEY` (percent-encoded) offered beside
 refused is refused before the upgrade, in the shape that the clients of the path expect:
 401 without a valid key, 403 for an origin that is not listed, 429 for one session too many.
 
-Without keys a client is its address: that of the socket, or where a proxy on this host connects (uvicorn
-asks FORWARDED_ALLOW_IPS which) the last one of `X-Forwarded-For`, which the proxy therefore must set.
+Without keys a client is its address: that of the socket, or where that is one of `trusted_proxies` the
+last one of `X-Forwarded-For` that is none of them. Unless it is told of proxies, the server believes nobody.
 """
 
 import asyncio

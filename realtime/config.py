@@ -7,6 +7,7 @@ Nothing is read at import, and an unknown variable or value is an error that nam
 
 import argparse
 import dataclasses
+import ipaddress
 import math
 import os
 import re
@@ -53,6 +54,14 @@ def is_device(name: str) -> bool:
     return re.fullmatch(r"auto|(cpu|cuda(:\d+)?)(,(cpu|cuda(:\d+)?))*", name) is not None
 
 
+def _is_network(name: str) -> bool:
+    try:
+        ipaddress.ip_network(name.strip())
+    except ValueError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """Options of `plosive serve`."""
@@ -63,6 +72,17 @@ class ServerConfig:
     allowed_origins: str = _network(
         "",
         "origins whose pages may use the server, its own among them, comma-separated; empty: any",
+    )
+    trusted_proxies: str = _network(
+        "",
+        "addresses or networks of proxies, comma-separated, whose X-Forwarded-For says who the client "
+        "is; each must append to it or set it; empty: none, the header means nothing",
+    )
+    ssl_certfile: Path | None = _network(
+        None, "certificate chain (PEM) for https and wss; default: http and ws"
+    )
+    ssl_keyfile: Path | None = _network(
+        None, "private key (PEM, no password) where the certificate's file has none"
     )
     public_metrics: bool = _network(False, "/metrics asks for no API key, like /health and /ready")
     model: str = _model(
@@ -165,6 +185,13 @@ class ServerConfig:
             self._check(name, getattr(self, name) >= 0, "0 or more")
         has_urls = all("://" in origin or origin == "null" for origin in self.origins())
         self._check("allowed_origins", has_urls, "origins like https://example.org")
+        self._check(
+            "trusted_proxies",
+            all(map(_is_network, filter(None, self.trusted_proxies.split(",")))),
+            "addresses and networks like 10.0.0.5 or 10.0.0.0/8",
+        )
+        has_certificate = self.ssl_certfile is not None or self.ssl_keyfile is None
+        self._check("ssl_keyfile", has_certificate, "an --ssl-certfile beside it")
         self._check("max_lead_cap_ms", self.max_lead_cap_ms >= 40, "at least 40")
         cap_ms = self.max_lead_cap_ms
         self._check("max_lead_ms", 40 <= self.max_lead_ms <= cap_ms, f"40 to {cap_ms}")

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import socket
+import ssl
 import sys
 import textwrap
 import time
@@ -142,6 +143,7 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
     share_interpreter()
     try:
         _check_descriptors(config)
+        _check_certificate(config)
         if config.voices_dir is not None:  # the default one may lie in a home that is read-only
             check_voices_dir(config.voices_dir)
         load_opuslib()
@@ -161,6 +163,21 @@ def _check_descriptors(config: ServerConfig) -> None:
         except OSError as error:
             why = f"--{option}-fd: file descriptor {fd} is not open"
             raise PlosiveError("invalid_config", why) from error
+
+
+def _check_certificate(config: ServerConfig) -> None:
+    """uvicorn reads it once the model is loaded, and waits at the terminal for a password."""
+    if config.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+    except OSError as error:
+        files = " and ".join(
+            str(file) for file in (config.ssl_certfile, config.ssl_keyfile) if file
+        )
+        why = f"--ssl-certfile: no certificate with its key can be read from {files}: {error}"
+        raise PlosiveError("invalid_config", why) from error
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -246,6 +263,10 @@ def make_server(
         ws_max_size=4 * MAX_MESSAGE_BYTES,  # that many characters; beyond it the close is 1009
         ws_ping_interval=config.ping_interval_s,
         ws_ping_timeout=config.ping_timeout_s,
+        proxy_headers=bool(config.trusted_proxies),
+        forwarded_allow_ips=config.trusted_proxies,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
         ws_per_message_deflate=False,  # audio does not shrink; zlib costs memory per connection
         log_level=config.log_level,
         access_log=False,
@@ -296,7 +317,7 @@ async def _announce(
         print(f"plosive: the model cannot be served: {why}", file=sys.stderr)
         raise
     spare_what_is_loaded()
-    url, ready_s = _url(config.host, sock), time.monotonic() - started_s
+    url, ready_s = url_of(config, sock), time.monotonic() - started_s
     if line := memory_line(engine.stats()):
         print(line, flush=True)
     print(
@@ -315,6 +336,7 @@ def _stop_if_failed(server: DrainingServer, task: asyncio.Task[None]) -> None:
         server.stop()
 
 
-def _url(host: str, sock: socket.socket) -> str:
-    port = sock.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url_of(config: ServerConfig, sock: socket.socket) -> str:
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{sock.getsockname()[1]}"
