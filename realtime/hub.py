@@ -155,9 +155,13 @@ class Hub:
     # ------------------------------------------------------------------ admission
 
     def check(self) -> State:
-        """The state, after a look at the engine: one that died idle is found here."""
+        """The state, after a look at the engine: here one that died idle is found, and a fleet that
+        died whole and has an engine again."""
         if self._engine.failure is not None:
             self._fail(EngineError(message=self._engine.failure))
+        elif self.state is State.FAILED and self._failure is None:
+            logger.warning("the engine is there again")
+            self.state = State.READY if self._is_warm.is_set() else State.STARTING
         return self.state
 
     @property
@@ -306,7 +310,8 @@ class Hub:
         self.slot_released.clear()
 
     def _fail(self, error: EngineError) -> None:
-        """The engine is gone, and with it every slot; a supervisor sees it at `/health`."""
+        """The engine is gone, and with it every slot, until `check` finds that it lives; a supervisor
+        sees it at `/health`."""
         if self.state in (State.STARTING, State.READY):
             logger.error("the engine has failed: %s", error.message)
             self.state = State.FAILED
@@ -317,7 +322,7 @@ class Hub:
         watch("slots_free", "Slots without a session", lambda: slots.num_free)
         watch("encoders", "Open encoders", lambda: self.egress.num_encoders)
         watch("egress_queue", "Engine events to be encoded", lambda: self.egress.num_queued)
-        watch("ready", "1 when sessions are admitted", lambda: self.state is State.READY)
+        watch("ready", "1 when sessions are admitted", lambda: self.check() is State.READY)
         self._metrics.sessions.set_function(lambda: self.num_sessions)
         self._metrics.watch_all("engine", self._engine.stats)
 

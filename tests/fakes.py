@@ -92,6 +92,7 @@ class FakeEngine(ToneEngine):
         """An engine thread has died: slots fail, commands are refused, nothing is answered."""
 
         def fail() -> None:
+            self.failure = self.failure or "died"
             for stream in self._streams.values():
                 self._sink(SlotFailed(stream.slot, "died"))
             self._is_stopping = True

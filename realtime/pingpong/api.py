@@ -73,7 +73,7 @@ class Engine(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why the engine can never speak again; None while it can."""
+        """Why the engine cannot speak; None while it can. Of a fleet it ends when an engine is back."""
 
     def start(self, sink: Callable[[Event], None]) -> None:
         """Start the threads. `sink` is called on an engine thread, in order per slot, and must

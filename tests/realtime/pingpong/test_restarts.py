@@ -1,14 +1,19 @@
 """A fleet's dead engines come back: after growing pauses, warm, and without mixing up sessions."""
 
+import asyncio
 import logging
 import queue
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from websockets.exceptions import InvalidStatus
 
+from realtime import wire
 from realtime.errors import PlosiveError
+from realtime.hub import State
 from realtime.pingpong.fleet import Fleet
 from realtime.pingpong.messages import (
     CancelTurn,
@@ -22,6 +27,8 @@ from realtime.pingpong.messages import (
 from realtime.pingpong.restarts import Deadline, Pauses
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.tone import ToneConfig, ToneEngine
+from tests.fakes import FakeEngine
+from tests.realtime.support import Client, make_engine, serving
 from tests.support.recorder import Recorder
 from tests.support.tones import opened, say
 from tests.support.waiting import wait_until
@@ -270,6 +277,44 @@ def test_when_all_have_died_slots_come_back_with_the_engines(make_rig) -> None:
     assert {rig.recorder.wait(TurnEnd).slot for _ in again} == set(again)
     for slot in again:
         rig.close(slot)
+
+
+async def test_a_server_is_ready_again_when_an_engine_is_back(tmp_path: Path) -> None:
+    dead, newcomers = [make_engine(tmp_path, num_slots=1) for _ in range(2)], queue.Queue()
+    may_come = threading.Event()
+
+    def begin(place: int) -> FakeEngine:
+        newcomer = make_engine(tmp_path, num_slots=1)
+        newcomer.load = lambda: newcomer if may_come.wait(WAIT_S) else None
+        newcomers.put(newcomer)
+        return newcomer
+
+    fleet = Fleet(dead, revive=begin, pauses=QUICK)
+    fleet.warm_up_gate, fleet.encode_gate = dead[0].warm_up_gate, dead[0].encode_gate
+    came = threading.Event()
+    add = fleet.slots.add
+    fleet.slots.add = lambda *args, **options: (add(*args, **options), came.set())
+    async with serving(tmp_path, fleet) as served, served.http() as http:
+        async with served.connect() as socket:
+            client = Client(socket)
+            await client.start()
+            for engine in dead:
+                engine.die()
+            assert (await client.until(wire.Error)).fatal
+        assert (await http.get("/health")).status_code == 503
+        assert (await http.get("/ready")).json()["reason"] == "the engine has failed"
+        with pytest.raises(InvalidStatus):
+            await served.connect()
+        assert "plosive_ready 0.0" in (await http.get("/metrics")).text
+        may_come.set()
+        assert await asyncio.to_thread(came.wait, WAIT_S)
+        assert (await http.get("/health")).status_code == 200
+        assert "plosive_ready 1.0" in (await http.get("/metrics")).text
+        async with served.connect() as socket:
+            client = Client(socket)
+            await client.start()
+            assert (await client.say("Back again.")).metrics.num_frames == 5
+    assert served.hub.state is State.DRAINING
 
 
 def test_stop_does_not_wait_for_an_engine_that_loads(make_rig) -> None:
