@@ -38,8 +38,8 @@ class AudioFormat(_Message):
 
     codec: Literal["opus", "pcm_s16le"] = "opus"
     sample_rate: int = 24_000
-    # Opus only, bits per second. A voice that has DistillMOS 3.87 uncompressed has 3.45 through Opus
-    # at 32,000 and 3.73 at 64,000 (20 sentences, an earlier embedded model).
+    # Opus only, bits per second: a target. VBR spends 1.2 times as much on speech, on average, and up
+    # to 1.8 times on steady tones of many harmonics (figures: `realtime/opus.py`).
     bitrate: int = Field(default=64_000, ge=6_000, le=256_000)
     # Silence before each turn's audio, and part of it, for receivers that swallow a beginning.
     lead_in_ms: int = Field(default=0, ge=0, le=2_000, multiple_of=PACKET_MS)

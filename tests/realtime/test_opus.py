@@ -92,6 +92,15 @@ def test_bitrate_is_kept() -> None:
         assert sum(sizes) * 8 / 2.0 == pytest.approx(bitrate, rel=0.25)
 
 
+@pytest.mark.parametrize("bitrate", [24_000, 32_000, 64_000])
+def test_a_voice_gets_more_than_the_bitrate_within_bounds(bitrate: int) -> None:
+    """VBR pays for harmonics; `realtime/opus.py` says how much."""
+    encoder, speech = OpusEncoder(24_000, bitrate), voiced(48_000)
+    sizes = [len(encoder.encode(speech[i : i + 480])) for i in range(0, 48_000, 480)]
+    assert 1.1 * bitrate < sum(sizes) * 8 / 2.0 < 1.8 * bitrate
+    assert max(sizes) * 8 * 50 < 2.1 * bitrate
+
+
 def voiced(num_samples: int) -> np.ndarray:
     """A gliding tone with harmonics, f32 at 24 kHz, as loud as speech."""
     t_s = np.arange(num_samples) / 24_000
