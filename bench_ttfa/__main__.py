@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     _add_load_arguments(parser)
     _add_server_arguments(parser)
     args = parser.parse_args(argv)
-    if not _concurrencies(args) and not any((args.rate, args.paced, args.references, args.lengths)):
+    others = (args.rate, args.at_once, args.paced, args.references, args.lengths)
+    if not _concurrencies(args) and not any(others):
         parser.error("nothing to run: -c is empty and no other load is asked for")
     if args.url and args.serve:
         parser.error("--serve is for a local server; --url names another")
@@ -120,6 +121,14 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="SECONDS",
         help="closed loops of --seconds begin spread over as long before (default: all at once)",
+    )
+    load.add_argument(
+        "--at-once",
+        type=positive_int,
+        nargs="*",
+        default=[],
+        metavar="N",
+        help="closed loops that begin together, whatever --ramp says",
     )
     load.add_argument(
         "--paced-seconds",
@@ -216,7 +225,7 @@ def _serve_options(args: argparse.Namespace) -> list[str]:
     """As many slots as the largest level needs, and a lead that closed loops never use up, unless
     the caller says otherwise. (Audio piles up over a session's turns: at 60 s a loop is paced.)"""
     opened = (_OPEN_LOOP_SLOTS for _ in args.rate)
-    num_slots = max([4, *_concurrencies(args), *args.paced, *opened])
+    num_slots = max([4, *_concurrencies(args), *args.at_once, *args.paced, *opened])
     options = {"--max-slots": str(num_slots), "--max-lead-cap-ms": str(UNPACED_MS)}
     wanted = {name: value for name, value in options.items() if name not in args.serve}
     return [*(word for option in wanted.items() for word in option), *args.serve]
@@ -246,6 +255,10 @@ def _config(args: argparse.Namespace, connection: Connection, voices: dict[float
     opened = partial(Level, "open", num_chars=num_chars)
     levels = [
         *(closed(concurrency=c, num_chars=num_chars) for c in _concurrencies(args)),
+        *(
+            closed(concurrency=c, num_chars=num_chars, ramp_s=0.0, axis="at once, streams", value=c)
+            for c in sorted(args.at_once)
+        ),
         *(opened(_open_turns(args, rate), rate_per_s=rate) for rate in args.rate),
         *(paced(concurrency=n) for n in sorted(args.paced)),
         *(
@@ -265,7 +278,7 @@ def _config(args: argparse.Namespace, connection: Connection, voices: dict[float
         kind=args.texts,
         warmup_turns=args.warmup,
         sessions_per_process=sessions_per_process(
-            max(_concurrencies(args), default=1), num_cores()
+            max([*_concurrencies(args), *args.at_once], default=1), num_cores()
         ),
         keeps_going=args.keep_going,
     )

@@ -39,6 +39,7 @@ def plot(summary: dict[str, Any], path: Path) -> None:
 
 def _panels(levels: list[Level]) -> list[tuple[Any, list[Level]]]:
     loads = [level for level in levels if not level["axis"]]
+    lengths = [level for level in levels if level["axis"] and level["concurrency"] == 1]
     by_mode = {
         mode: [level for level in loads if level["mode"] == mode and level["ttfa_ms"]]
         for mode in ("closed", "open", "paced")
@@ -48,7 +49,7 @@ def _panels(levels: list[Level]) -> list[tuple[Any, list[Level]]]:
         (_draw_open, by_mode["open"]),
         (_draw_paced, by_mode["paced"]),
         (_draw_stages, [level for level in levels if level["stages"] and not level["axis"]]),
-        (_draw_axis, [level for level in levels if level["axis"] and level["ttfa_ms"]]),
+        (_draw_axis, [level for level in lengths if level["ttfa_ms"]]),
     ]
 
 

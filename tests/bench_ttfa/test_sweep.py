@@ -133,6 +133,19 @@ def test_turns_of_the_ramp_count_as_load_but_are_not_measured() -> None:
     assert measured["throughput"] == 1.5, "150 packets of 20 ms in 2 s"
 
 
+def test_loops_that_begin_at_once_have_no_ramp(scripted_serve, tmp_path, monkeypatch) -> None:
+    levels = []
+    monkeypatch.setattr(
+        "bench_ttfa.run._run_levels", lambda config, *_: levels.extend(config.levels)
+    )
+    options = ["-c", "2", "--at-once", "2", "--seconds", "1", "--ramp", "0.5"]
+    main([*options, "--out", str(tmp_path)])
+    assert [(level.name, level.concurrency, level.ramp_s) for level in levels] == [
+        ("c=2", 2, 0.5),
+        ("at once, streams 2", 2, 0.0),
+    ]
+
+
 async def test_a_ramp_comes_before_what_is_measured(monkeypatch) -> None:
     ticks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: 0.001 * next(ticks))
@@ -190,7 +203,7 @@ def test_help_teaches_the_use(capsys) -> None:
 
 def test_the_local_server_never_paces_a_closed_loop() -> None:
     """Lead adds up over a session's turns; at the server's usual cap a loop would be real time."""
-    args = argparse.Namespace(serve=[], concurrency=[2], rate=[], paced=[])
+    args = argparse.Namespace(serve=[], concurrency=[2], rate=[], paced=[], at_once=[])
     options = _serve_options(args)
     assert options[options.index("--max-lead-cap-ms") + 1] == str(UNPACED_MS)
     args.serve = ["--max-slots", "9", "--max-lead-cap-ms", "500"]
