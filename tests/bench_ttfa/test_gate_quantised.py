@@ -15,7 +15,7 @@ from bench_ttfa.gate_inputs import (
     prompts_of,
     read_inputs,
 )
-from bench_ttfa.gate_quantised import EMBEDDED, RANDOM_KV_BOUND, SURE_LEAD, judge, main
+from bench_ttfa.gate_quantised import EMBEDDED, EQUAL_SHARE, RANDOM_KV_BOUND, SURE_LEAD, judge, main
 from model import dual_ar_cuda
 from model.embedded import embedded_path
 from model.speech_model import load_speech_model
@@ -48,6 +48,9 @@ def test_the_embedded_model_speaks_the_same_in_8_bits():
     assert verdict.num_inputs == len(read_inputs()) >= 8 and NUM_FRAMES == 5
     assert verdict.sureness is not None
     assert verdict.sureness.num_sure > 50 and verdict.sureness.flipped_lead < SURE_LEAD
+    assert EQUAL_SHARE <= verdict.sureness.equal_share < 1.0
+    assert verdict.rounding is not None and verdict.rounding.tokens_equal == 1.0
+    assert verdict.codes_equal < verdict.rounding.codes_equal < 1.0  # bf16 is not equal to itself
 
 
 def test_inputs_in_parts_are_judged_as_all_together():
@@ -97,6 +100,7 @@ def test_the_gate_shuts_on_wrong_scales(side, fault, monkeypatch, capsys):
     if (side, fault) != ("weights", "group before"):  # whose scales are much the same
         assert "CLOSED: reading its own codes, other semantic tokens" in printed
         assert "is overturned" in printed
+        assert "are the same, expected at least" in printed
 
 
 @pytest.mark.gpu
