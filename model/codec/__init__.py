@@ -51,6 +51,9 @@ class Codec(Protocol):
     def encode(self, wav: Tensor) -> Tensor:
         """wav f32 [B, N] -> codes i32 [B, K, ceil(N / frame_samples)]."""
 
+    def encode_reference(self, wav: Tensor) -> Tensor:
+        """`encode` of somebody's recorded speech, whatever its level."""
+
     def decode(self, codes: Tensor) -> Tensor:
         """codes i32 [B, K, T] -> f32 [B, T * frame_samples]; whole clips."""
 

@@ -82,6 +82,10 @@ class DacCodec:
         """The kernels add up every sum in an order of its own, libraries in one of their choice."""
         return isinstance(self.decoder, FusedDecoder) and self.device.type == "cuda"
 
+    def encode_reference(self, wav: Tensor) -> Tensor:
+        """`encode`: this codec was trained on recordings of every level."""
+        return self.encode(wav)
+
     @torch.no_grad()
     def encode(self, wav: Tensor) -> Tensor:
         """Encode whole clips.

@@ -274,7 +274,7 @@ class PingPongEngine:
         except ClipError as error:
             raise VoiceError("invalid_clip", str(error), param="file") from error
         with torch.inference_mode():
-            codes = codec.encode(torch.from_numpy(samples)[None].to(self._model.device))
+            codes = codec.encode_reference(torch.from_numpy(samples)[None].to(self._model.device))
         return codes[0].to(torch.int32).cpu().numpy()
 
     def check_voice(self, voice: VoicePrompt) -> None:

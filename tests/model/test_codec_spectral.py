@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model.codec.spectral import SpectralCodec, SpectralConfig
+from model.codec.spectral import REFERENCE_DBFS, SpectralCodec, SpectralConfig, to_level
 
 SMALL = SpectralConfig(
     mel_views=((960, 20), (240, 8)),
@@ -103,6 +103,32 @@ def test_encode_gives_a_frame_per_started_960_samples(num_samples: int) -> None:
     assert codes.shape == (2, 3, -(-num_samples // 960)) and codes.dtype == torch.int32
     assert codes.min() >= 0 and codes.max() < 32
     assert codec.decode(codes).shape == (2, codes.shape[2] * 960)
+
+
+def speech(level: float) -> Tensor:
+    """Two bursts with a pause between them: f32 [1, 24,000]"""
+    t = torch.arange(24_000) / 24_000
+    return (level * torch.sin(2 * torch.pi * 200 * t) * (torch.sin(4 * torch.pi * t) > 0))[None]
+
+
+@pytest.mark.parametrize("level", [1e-3, 0.1, 0.9])
+def test_a_reference_is_encoded_alike_at_every_level(level: float) -> None:
+    codec = make_codec(SMALL)
+    at_level = to_level(speech(level), 480, REFERENCE_DBFS)
+    sounding = at_level[:, :6_000].square().mean().sqrt()
+    assert float(20 * sounding.log10()) == pytest.approx(REFERENCE_DBFS, abs=0.2)
+    codes = codec.encode_reference(speech(level))
+    assert torch.equal(codes, codec.encode(at_level))
+    assert torch.equal(codes, codec.encode_reference(speech(0.2)))
+
+
+def test_a_level_keeps_peaks_within_full_scale_and_silence_silent() -> None:
+    spiky = 1e-3 * torch.randn(2, 24_000, generator=torch.Generator().manual_seed(0))
+    spiky[0, 5_000] = 0.5
+    spiky[1] = 0
+    at_level = to_level(spiky, 480, 0.0)
+    assert float(at_level[0].abs().max()) == pytest.approx(1.0)
+    assert float(at_level[1].abs().max()) == 0.0
 
 
 def test_fused_weights_follow_a_new_state_dict() -> None:
