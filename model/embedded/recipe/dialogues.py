@@ -79,9 +79,10 @@ class Dialogues:
         blocks, num_codebooks = Blocks(), codes.shape[1]
         self.turn, self.reference = [], []
         for clip, (start, length) in enumerate(zip(offset, self.length, strict=True)):
-            text, speech = phonemes[self.text[clip]], codes[start : start + length]
-            self.turn.append(blocks.add(prompt.turn(text, length), speech))
-            self.reference.append(blocks.add(prompt.system(text, length), speech))
+            text, frames = phonemes[self.text[clip]], slice(start, start + length)
+            self.turn.append(blocks.add(prompt.turn(text, length), codes[frames]))
+            heard = data["reference"][frames]
+            self.reference.append(blocks.add(prompt.system(text, length), heard))
         nothing = np.zeros((0, num_codebooks), np.uint16)
         self.no_reference = blocks.add(prompt.system(None, 0), nothing)
         self.blocks = blocks
@@ -193,8 +194,10 @@ def is_stranger(voice: int) -> bool:
 
 
 def _join(files: list[Path]) -> dict[str, npt.NDArray]:
-    """The clips of all files as one, offsets following on."""
+    """The clips of all files as one, offsets following on; references are clean where none were
+    worsened."""
     parts = [dict(np.load(file)) for file in files]
+    parts = [{"reference": part["codes"], **part} for part in parts]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     return {**joined, "offset": np.cumsum(joined["length"]) - joined["length"]}
 

@@ -64,6 +64,46 @@ def test_a_clip_encoded_among_others_has_the_codes_it_has_alone(codec_file: Path
     assert not np.array_equal(together[0], together[3])
 
 
+def test_half_of_the_references_are_worsened(codec_file: Path, tmp_path: Path) -> None:
+    """By noise 3 to 30 dB below the speech; what stays, stays to the bit."""
+    torch.manual_seed(0)
+    t = torch.arange(24_000) / 24_000
+    clean = (0.1 * torch.sin(2 * torch.pi * 440 * t)).repeat(400, 1)
+    added = encode.worsen(clean) - clean
+    changed = added.square().mean(1) > 0
+    assert 0.4 < changed.float().mean() < 0.6
+    below = 10 * torch.log10(clean[0].square().mean() / added[changed].square().mean(1))
+    assert 2.5 < float(below.min()) < 6 and 27 < float(below.max()) < 37
+    high = torch.fft.rfft(added[changed])[:, 10_500:].abs().mean(1)
+    assert 0.4 < (high < 1e-3).float().mean() < 0.6  # of a narrow band
+
+    np.save(tmp_path / "m0_0.npy", np.array([(0, 0, 1000, 80)] * 12, np.int32))
+    np.save(tmp_path / "l0_0.npy", np.zeros(960, np.uint8))
+    np.save(tmp_path / "a0_0.npy", np.concatenate([noise(48_000, 1)] * 12))
+    codec = encode.load_codec(codec_file, CPU)
+    made = encode.encode_shards(codec, tmp_path, tmp_path / "cache", CPU, with_worse=True)
+    same = [
+        bool((made["reference"][s : s + 50] == made["codes"][s : s + 50]).all())
+        for s in made["offset"]
+    ]
+    assert 0 < sum(same) < 12
+
+
+def test_a_reference_may_be_worse_than_what_the_voice_says(
+    dialogues: Dialogues, tmp_path: Path
+) -> None:
+    with np.load(tmp_path / "codes.npz") as codes:
+        both = dict(codes) | {"reference": codes["codes"] + 100}
+    np.savez(tmp_path / "both.npz", **both)
+    files = [tmp_path / "both.npz", tmp_path / "codes.npz"]
+    worse = Dialogues(files, tmp_path / "corpus.tsv", PROMPT, CPU)
+    block = worse.blocks.span(worse.reference[3])
+    assert clips_in(worse.tokens[block]) == {103}
+    assert clips_in(worse.tokens[worse.blocks.span(worse.turn[3])]) == {3}
+    later = 24 + 3  # the second file has no references of its own
+    assert clips_in(worse.tokens[worse.blocks.span(worse.reference[later])]) == {3}
+
+
 def test_entropy() -> None:
     codes = np.stack([np.arange(64) % 8, np.zeros(64, int)], 1)
     assert encode.entropy_bits(codes, 1024) == [3.0, 0.0]
