@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
-from types import TracebackType
 from typing import IO, Self
 
 from clients.address import DEFAULT_URL, http_url
@@ -100,12 +99,7 @@ class LocalServer:
         self.ready_s = time.perf_counter() - started_s
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     @property

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Generator
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from clients.decode import Decoder
@@ -99,12 +98,7 @@ class Player:
         self._device.start(self.sample_rate_hz, self._buffer.pull)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop, whatever is being played; `wait` first to hear it all."""
         playbacks = list(self._playbacks)
         self._buffer.clear()

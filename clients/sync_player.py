@@ -1,7 +1,6 @@
 """The player for code that blocks: the twin of `clients.player`."""
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Self
 
 import clients.player
@@ -56,13 +55,8 @@ class Player:
         self._loop.run(self._player.__aenter__())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._loop.run(self._player.__aexit__(kind, error, traceback))
+    def __exit__(self, *error: object) -> None:
+        self._loop.run(self._player.__aexit__(*error))
 
 
 class Playback:

@@ -18,7 +18,6 @@ from collections.abc import (
 )
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
 from clients.protocol import ClientProtocol, TurnEvent
@@ -208,12 +207,7 @@ class Turn:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.abandon()
 
     async def abandon(self) -> None:

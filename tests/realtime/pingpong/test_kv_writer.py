@@ -34,6 +34,14 @@ class Rig:
             pass
         return slot
 
+    def with_a_growing_text(self) -> tuple[SlotRef, SlotRef]:
+        """Two slots whose voices' pages are gone; the first's text is there in part."""
+        growing, waiting = self.open(0), self.open(1)
+        assert self.kv._reclaim(waiting.idx) and self.kv.prefixes.evict_one()
+        self.engine.submit(SetText(growing, 0, 0, "hel", is_closed=False))
+        self.engine._prefill.step()
+        return growing, waiting
+
     def step(self) -> None:
         self.engine._prefill.step()
         self._pending = self.engine._decode.step(self._pending)
@@ -48,10 +56,7 @@ def test_who_needs_more_pages_than_it_has_is_under_way_no_more() -> None:
     that another slot waits for, which waits for the first to be done."""
     with torch.inference_mode():
         rig = Rig()
-        growing, waiting = rig.open(0), rig.open(1)
-        assert rig.kv._reclaim(waiting.idx) and rig.kv.prefixes.evict_one()
-        rig.engine.submit(SetText(growing, 0, 0, "hel", is_closed=False))
-        rig.engine._prefill.step()
+        growing, waiting = rig.with_a_growing_text()
         assert rig.engine._prefill._tenants[growing.idx].is_under_way
         for slot in (waiting, growing):
             rig.engine.submit(SetText(slot, 0, 0, "hello.", is_closed=True))
@@ -65,10 +70,7 @@ def test_who_needs_more_pages_than_it_has_is_under_way_no_more() -> None:
 def test_who_has_nothing_to_say_after_all_keeps_its_pages_from_nobody() -> None:
     with torch.inference_mode():
         rig = Rig()
-        growing, waiting = rig.open(0), rig.open(1)
-        assert rig.kv._reclaim(waiting.idx) and rig.kv.prefixes.evict_one()
-        rig.engine.submit(SetText(growing, 0, 0, "hel", is_closed=False))
-        rig.engine._prefill.step()
+        growing, waiting = rig.with_a_growing_text()
         rig.engine.submit(SetText(growing, 0, 0, " ", is_closed=False))
         rig.engine.submit(SetText(waiting, 0, 0, "hello.", is_closed=True))
         rig.engine.submit(EndTurn(waiting, 0, 1))
