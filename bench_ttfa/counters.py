@@ -31,7 +31,7 @@ from bench_ttfa.kernels_layer import Weights, layer_calls
 from bench_ttfa.system import describe_machine, describe_software
 from ops.nvrtc import Kernel
 from ops.quantize import Kind
-from ops.sampling import Draws, sample_codebook
+from ops.sampling import Draws, draw_codebook
 
 _CONTEXT = 512
 _SECTIONS = ("SpeedOfLight", "WarpStateStats", "SchedulerStats", "Occupancy")
@@ -77,7 +77,9 @@ def parts(rows: Sequence[int], kind: Kind) -> dict[str, Callable[[], object]]:
     whole = torch.arange(rows[-1], device="cuda")
     draws = Draws(whole, ones * 0.8, ones * 0.8, ones.int() * 30, whole, ones.int())
     logits = torch.randn(rows[-1], 4096, device="cuda").bfloat16()
-    found[f"sampler, {rows[-1]} rows"] = lambda: sample_codebook(logits, 1, draws)
+    table = torch.randn(4096, 2560, device="cuda").bfloat16()
+    codes = torch.zeros(rows[-1], 10, device="cuda", dtype=torch.int32)
+    found[f"sampler, {rows[-1]} rows"] = lambda: draw_codebook(logits, 1, draws, table, codes)
     return found
 
 

@@ -316,7 +316,7 @@ class FusedDualAR:
             if on_tail is not None and codebook == max(1, self._num_codebooks - _TAIL_PASSES):
                 on_tail()
             x = self._fast.forward(x, self._frame_attend(state, start, codebook + 1 - start))
-            last = x.view(num_rows, -1, x.shape[1])[:, -1].contiguous()
+            last = x.view(num_rows, -1, x.shape[1])[:, -1]
             logits = linear(self._fast.norm_for_head(last), self._code_head)
             x = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes)
             start = codebook + 1

@@ -136,7 +136,7 @@ def quantize_rows(x: Tensor) -> BlockScaled:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> Activation:
-    """RMSNorm of bf16 [M, C] rows, as `linear` of weights of that kind takes it.
+    """RMSNorm of bf16 [M, C] rows, neighbours or not, as `linear` of weights of that kind takes it.
 
     "bsfp8" quantises the values that "bf16" returns.
     """
@@ -145,19 +145,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> Activation:
         return normed if kind == "bf16" else quantize_rows(normed)
     num_rows, num_columns = x.shape
     assert x.dtype == weight.dtype == torch.bfloat16, (x.dtype, weight.dtype)
-    assert x.is_contiguous() and num_columns % 8 == 0, (x.stride(), num_columns)
+    row_stride = x.stride(0)
+    assert x.stride(1) == 1 and row_stride % 8 == num_columns % 8 == 0, (x.stride(), num_columns)
     threads = _threads(num_columns)
     items = ceil_div(num_columns, threads * _VALUES_PER_THREAD)
     kernel = nvrtc.kernel("quantize.cu", f"rms_norm_{kind}", defines={"ITEMS": items})
     if kind == "bf16":
-        out = torch.empty_like(x)
-        args = [x, weight, out, None, ctypes.c_float(eps), *_ints(num_rows, num_columns, 0)]
-        kernel.launch((num_rows,), (threads,), args)
+        out = x.new_empty(num_rows, num_columns)
+        args = [x, weight, out, None, ctypes.c_float(eps)]
+        sizes = _ints(num_rows, num_columns, row_stride, 0)
+        kernel.launch((num_rows,), (threads,), [*args, *sizes])
         return out
     scaled = empty_block_scaled(num_rows, num_columns, x.device)
-    stride = scaled.scale.shape[1]
     args = [x, weight, scaled.data, scaled.scale, ctypes.c_float(eps)]
-    kernel.launch((num_rows,), (threads,), [*args, *_ints(num_rows, num_columns, stride)])
+    sizes = _ints(num_rows, num_columns, row_stride, scaled.scale.shape[1])
+    kernel.launch((num_rows,), (threads,), [*args, *sizes])
     return scaled
 
 
@@ -169,6 +171,7 @@ def norm_for_linear(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> Activa
     """
     num_rows, num_columns = x.shape
     is_small = num_rows <= MAX_PENDING_ROWS and num_columns <= _MAX_PENDING_COLUMNS
+    is_small = is_small and x.is_contiguous()
     if x.device.type == "cuda" and is_small and num_columns % _VALUES_PER_THREAD == 0:
         return PendingNorm(x, weight, eps, kind)
     return rms_norm(x, weight, eps, kind)

@@ -6,8 +6,7 @@ definitions here. The hash is exact in both; sums of probabilities may differ in
 so a draw can differ only where a cumulative probability equals top_p, or two scores each other, to
 within rounding.
 
-`draw_semantic` and `draw_codebook` are the same draws, and also store the codes and look up the
-input of the fast AR's next pass, which saves a launch.
+Each launch draws, stores the codes and looks up the input of the fast AR's next pass.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Head(NamedTuple):
     """What the rows of the restricted head stand for: the semantic ids, then the end."""
 
     tokens: Tensor  # i32 [n + 1], token ids
-    codes: Tensor | None  # i64 [n + 1], codebook 0
+    codes: Tensor  # i64 [n + 1], codebook 0
 
 
 class SemanticDraw(NamedTuple):
@@ -59,41 +58,6 @@ class SemanticDraw(NamedTuple):
     choice: Tensor  # i64 [B], rows of the head; n is the end
     is_end: Tensor  # bool [B]
     x: Tensor  # [2B, C]: of every row the hidden state, then the embedding of its codebook 0
-
-
-def sample_semantic(logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor) -> Tensor:
-    """Choose among the semantic ids and the end, with repetition-aware sampling.
-
-    Args:
-        logits: f32 or bf16 [B, n + 1].
-        window: i32 [N, W, 1], last tokens of every slot.
-        head_tokens: i32 [n + 1].
-
-    Returns:
-        i64 [B], rows of the head; n is the end.
-    """
-    if logits.device.type != "cuda":
-        return semantic_definition(logits, window, draws, head_tokens)
-    choice = torch.empty_like(draws.slots)
-    _launch_semantic(logits, window, draws, Head(head_tokens, None), choice, _NOTHING)
-    return choice
-
-
-def sample_codebook(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
-    """Choose the code of one residual codebook.
-
-    Args:
-        logits: f32 or bf16 [B, V].
-        codebook: 1..K-1.
-
-    Returns:
-        i64 [B].
-    """
-    if logits.device.type != "cuda":
-        return codebook_definition(logits, codebook, draws)
-    code = torch.empty_like(draws.slots)
-    _launch(logits, draws, codebook + 1, code, _NOTHING, codebook)
-    return code
 
 
 def draw_semantic(
@@ -105,23 +69,24 @@ def draw_semantic(
     embeddings: Tensor,
     codes: Tensor,
 ) -> SemanticDraw:
-    """`sample_semantic`, and the fast AR's first two inputs.
+    """Choose among the semantic ids and the end, with repetition-aware sampling, and make the fast
+    AR's first two inputs.
 
     Args:
+        logits: f32 or bf16 [B, n + 1].
+        window: i32 [N, W, 1], last tokens of every slot.
         hidden: [B, C], input 0 of the fast AR.
         embeddings: [V, C], of the fast AR.
         codes: i32 [B, K]; column 0 is written.
     """
     if logits.device.type == "cuda":
-        choice, is_end = (
-            torch.empty_like(draws.slots),
-            torch.empty_like(draws.slots, dtype=torch.bool),
-        )
+        assert window.shape[1] <= _MAX_WINDOW and window.shape[2] == 1, window.shape
+        choice = torch.empty_like(draws.slots)
+        is_end = torch.empty_like(draws.slots, dtype=torch.bool)
         x = hidden.new_empty(2 * hidden.shape[0], hidden.shape[1])
-        following = _Following(is_end, codes, embeddings, hidden, x)
-        _launch_semantic(logits, window, draws, head, choice, following)
+        semantic = _Semantic(window, head.tokens, head.codes, choice, is_end, hidden)
+        _launch(logits, draws, 0, codes, embeddings, x, semantic)
         return SemanticDraw(choice, is_end, x)
-    assert head.codes is not None
     choice = semantic_definition(logits, window, draws, head.tokens)
     code = head.codes[choice]
     codes[:, 0] = code
@@ -132,9 +97,11 @@ def draw_semantic(
 def draw_codebook(
     logits: Tensor, codebook: int, draws: Draws, embeddings: Tensor, codes: Tensor
 ) -> Tensor:
-    """`sample_codebook`, and the fast AR's next input.
+    """Choose the code of one residual codebook, and make the fast AR's next input.
 
     Args:
+        logits: f32 or bf16 [B, V].
+        codebook: 1..K-1.
         embeddings: [V, C], of the fast AR.
         codes: i32 [B, K]; column `codebook` is written.
 
@@ -143,8 +110,7 @@ def draw_codebook(
     """
     if logits.device.type == "cuda":
         x = embeddings.new_empty(len(draws.slots), embeddings.shape[1])
-        following = _Following(None, codes, embeddings, None, x)
-        _launch(logits, draws, codebook + 1, torch.empty_like(draws.slots), following, codebook)
+        _launch(logits, draws, codebook, codes, embeddings, x)
         return x
     code = codebook_definition(logits, codebook, draws)
     codes[:, codebook] = code
@@ -195,49 +161,39 @@ def advance(
     return None
 
 
-class _Following(NamedTuple):
-    """What a sampler's launch does with the code it drew; None: nothing."""
+class _Semantic(NamedTuple):
+    """What only the semantic draw reads and writes."""
 
-    is_end: Tensor | None
-    codes: Tensor | None
-    embeddings: Tensor | None
-    hidden: Tensor | None
-    x: Tensor | None
-
-
-_NOTHING = _Following(None, None, None, None, None)
-_Semantic = tuple[Tensor | None, Tensor | None, Tensor | None, int]  # window, tokens, codes, W
+    window: Tensor | None = None
+    tokens: Tensor | None = None
+    codes: Tensor | None = None
+    choice: Tensor | None = None
+    is_end: Tensor | None = None
+    hidden: Tensor | None = None
 
 
-def _launch_semantic(
-    logits: Tensor, window: Tensor, draws: Draws, head: Head, choice: Tensor, following: _Following
-) -> None:
-    assert window.shape[1] <= _MAX_WINDOW and window.shape[2] == 1, window.shape
-    semantic = (window, head.tokens, head.codes, window.shape[1])
-    _launch(logits, draws, 0, choice, following, 0, semantic)
+_RESIDUAL = _Semantic()
 
 
 def _launch(
     logits: Tensor,
     draws: Draws,
-    first_draw: int,
-    choice: Tensor,
-    following: _Following,
     codebook: int,
-    semantic: _Semantic | None = None,
+    codes: Tensor,
+    embeddings: Tensor,
+    x: Tensor,
+    semantic: _Semantic = _RESIDUAL,
 ) -> None:
     num_rows, num_tokens = logits.shape
     assert logits.is_contiguous() and num_tokens <= _MAX_TOKENS, (logits.stride(), num_tokens)
-    is_end, codes, embeddings, hidden, x = following
-    assert codes is None or (codes.dtype == torch.int32 and codes.is_contiguous()), codes
-    dim = 0 if x is None else x.shape[1]
-    assert dim % 8 == 0, dim
-    window, tokens, head_codes, window_len = semantic or (None, None, None, 0)
-    sizes = (first_draw, draws.num_ranks, window_len, codebook)
+    assert codes.dtype == torch.int32 and codes.is_contiguous(), (codes.dtype, codes.stride())
+    assert x.shape[1] % 8 == 0, x.shape
+    window_len = 0 if semantic.window is None else semantic.window.shape[1]
+    sizes = (draws.num_ranks, window_len, codebook, codes.shape[1], x.shape[1])
     defines: dict[str, int | str] = {
         "NUM_TOKENS": num_tokens,
         "LOGIT": {torch.float32: "float", torch.bfloat16: "bf16"}[logits.dtype],
-        "IS_SEMANTIC": int(semantic is not None),
+        "IS_SEMANTIC": int(semantic.window is not None),
         "IS_CHAINED": int(draws.is_chained),
         "THREADS": _THREADS,
     }
@@ -245,10 +201,8 @@ def _launch(
         (num_rows,),
         (_THREADS,),
         [
-            *(logits, *draws[:6], window, tokens, head_codes),
-            *(choice, is_end, codes, embeddings, hidden, x),
+            *(logits, *draws[:6], *semantic, codes, embeddings, x),
             *(ctypes.c_int32(size) for size in sizes),
-            *(ctypes.c_int32(0 if codes is None else codes.shape[1]), ctypes.c_int32(dim)),
         ],
     )
 
@@ -256,7 +210,7 @@ def _launch(
 def semantic_definition(
     logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor
 ) -> Tensor:
-    """What `sample_semantic` is held against. Two draws are made of every row, and the second, at
+    """What `draw_semantic` is held against. Two draws are made of every row, and the second, at
     RAS_TOP_P and RAS_TEMPERATURE, counts where the first is a semantic id of its slot's window."""
     ras = torch.full_like(draws.top_p, RAS_TOP_P), torch.full_like(draws.top_p, RAS_TEMPERATURE)
     normal = _draw(logits, 0, draws, draws.top_p, draws.temperature.clamp(min=MIN_TEMPERATURE))
@@ -266,7 +220,7 @@ def semantic_definition(
 
 
 def codebook_definition(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
-    """What `sample_codebook` is held against."""
+    """What `draw_codebook` is held against."""
     temperature = draws.temperature.clamp(min=MIN_TEMPERATURE)
     return _draw(logits, codebook + 1, draws, draws.top_p, temperature)
 

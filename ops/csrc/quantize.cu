@@ -38,10 +38,12 @@ DEVICE float block_sum(float value) {
 }
 
 // Normalised in fp32, rounded, then scaled by the weight and rounded again.
+//   row_stride: from a row of x to the next.
 template <bool kQuantises>
 DEVICE void rms_norm(const bf16* x, const bf16* weight, void* out, float* scales, float eps,
-                     int num_rows, int num_columns, int scale_stride) {
+                     int num_rows, int num_columns, int row_stride, int scale_stride) {
   let_next_kernel_start();
+  x += static_cast<i64>(blockIdx.x) * row_stride;
   const i64 start = static_cast<i64>(blockIdx.x) * num_columns;
   Bf16x8 weights[ITEMS] = {}, inputs[ITEMS] = {};
 #pragma unroll
@@ -54,7 +56,7 @@ DEVICE void rms_norm(const bf16* x, const bf16* weight, void* out, float* scales
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
     const int column = (item * blockDim.x + threadIdx.x) * 8;
-    if (column < num_columns) inputs[item] = *reinterpret_cast<const Bf16x8*>(x + start + column);
+    if (column < num_columns) inputs[item] = *reinterpret_cast<const Bf16x8*>(x + column);
   }
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
@@ -83,13 +85,15 @@ DEVICE void rms_norm(const bf16* x, const bf16* weight, void* out, float* scales
 }  // namespace
 
 extern "C" __global__ void rms_norm_bf16(const bf16* x, const bf16* weight, void* out, float* scales,
-                                         float eps, int num_rows, int num_columns, int scale_stride) {
-  rms_norm<false>(x, weight, out, scales, eps, num_rows, num_columns, scale_stride);
+                                         float eps, int num_rows, int num_columns, int row_stride,
+                                         int scale_stride) {
+  rms_norm<false>(x, weight, out, scales, eps, num_rows, num_columns, row_stride, scale_stride);
 }
 
 extern "C" __global__ void rms_norm_bsfp8(const bf16* x, const bf16* weight, void* out, float* scales,
-                                          float eps, int num_rows, int num_columns, int scale_stride) {
-  rms_norm<true>(x, weight, out, scales, eps, num_rows, num_columns, scale_stride);
+                                          float eps, int num_rows, int num_columns, int row_stride,
+                                          int scale_stride) {
+  rms_norm<true>(x, weight, out, scales, eps, num_rows, num_columns, row_stride, scale_stride);
 }
 
 // Grid (rows, parts of a row).

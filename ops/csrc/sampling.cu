@@ -186,7 +186,7 @@ DEVICE void draw(Shared& shared, int d, float inverse_temperature, i64 key_of_no
     if (key == 0) break;
     const int idx = min(index_of(key), NUM_TOKENS - 1);
     const i32 token_here = IS_SEMANTIC ? head_tokens[idx] : 0;
-    const int code_here = head_codes != nullptr ? static_cast<int>(head_codes[idx]) : idx;
+    const int code_here = IS_SEMANTIC ? static_cast<int>(head_codes[idx]) : idx;
     const float score = __fadd_rn(gumbel_noise(key_of_noise, idx),
                                   __fmul_rn(logit_of(key), inverse_temperature));
     if (score > best || best_rank == MAX_RANKS)
@@ -210,17 +210,16 @@ DEVICE void copy_row(bf16* target, const bf16* source, int dim) {
 }
 
 // Grid: (B). Parameters are by slot [N], `slots` and `choice` i64 [B], logits [B, V].
-//   first_draw: number of the (first) draw in the noise. num_ranks_limit: as if top_k were no more.
-//   codes i32 [B, num_codebooks] or null, written at `codebook`.
-//   Semantic: window i32 [N, window_len] (at most 32), head_tokens i32 [V], head_codes i64 [V] or null,
-//   is_end bool [B] or null; x [2 B, dim] gets the hidden state and the code's embedding.
-//   Else: x [B, dim] gets the code's embedding.
+//   num_ranks_limit: as if top_k were no more. codes i32 [B, num_codebooks], written at `codebook`.
+//   Semantic: window i32 [N, window_len] (at most 32), head_tokens i32 [V], head_codes i64 [V], is_end
+//   bool [B]; x [2 B, dim] gets the hidden state and the code's embedding.
+//   Else these are null, and x [B, dim] gets the code's embedding.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample(const LOGIT* logits, const i64* slots, const float* temperature, const float* top_p,
            const i32* top_k, const i64* seed, const i32* frame_idx, const i32* window,
-           const i32* head_tokens, const i64* head_codes, i64* choice, bool* is_end, i32* codes,
-           const bf16* table, const bf16* hidden, bf16* x, int first_draw, int num_ranks_limit,
-           int window_len, int codebook, int num_codebooks, int dim) {
+           const i32* head_tokens, const i64* head_codes, i64* choice, bool* is_end, const bf16* hidden,
+           i32* codes, const bf16* table, bf16* x, int num_ranks_limit, int window_len, int codebook,
+           int num_codebooks, int dim) {
   __shared__ Shared shared;
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x < 3) shared.counts = shared.round_counts[threadIdx.x] = 0;
@@ -232,6 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int num_ranks = temperature_of > 0 ? max(min(top_k[slot], limit), 1) : 1;
   float tops[DRAWS] = {top_p[slot]};
   if (IS_SEMANTIC) tops[DRAWS - 1] = RAS_TOP_P;
+  const int first_draw = IS_SEMANTIC ? 0 : codebook + 1;  // its number in the noise
   const i64 key_of_noise = noise_key(seed[slot], frame_idx[slot], first_draw + min(warp, DRAWS - 1));
   const float inverse_temperature = warp == 0 ? 1.f / fmaxf(temperature_of, MIN_TEMPERATURE) : 1.f;
   const i32 recent = IS_SEMANTIC && lane < window_len ? window[slot * window_len + lane] : -1;
@@ -283,11 +283,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       IS_SEMANTIC && shared.is_recent && shared.chosen[0] < NUM_TOKENS - 1 ? DRAWS - 1 : 0;
   const int taken = shared.chosen[taken_draw], code = shared.code[taken_draw];
   if (threadIdx.x == 0) {
-    choice[row] = taken;
-    if (is_end != nullptr) is_end[row] = taken == NUM_TOKENS - 1;
-    if (codes != nullptr) codes[row * num_codebooks + codebook] = code;
+    if (IS_SEMANTIC) choice[row] = taken, is_end[row] = taken == NUM_TOKENS - 1;
+    codes[row * num_codebooks + codebook] = code;
   }
-  if (x == nullptr) return;
   const i64 target = IS_SEMANTIC ? 2ll * row + 1 : row;
   copy_row(x + target * dim, table + static_cast<i64>(code) * dim, dim);
   if (IS_SEMANTIC) copy_row(x + 2ll * row * dim, hidden + static_cast<i64>(row) * dim, dim);

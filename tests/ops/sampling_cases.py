@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops import reference
-from ops.sampling import MIN_TEMPERATURE, RAS_TEMPERATURE, RAS_TOP_P, Draws
+from ops import reference, sampling
+from ops.sampling import MIN_TEMPERATURE, RAS_TEMPERATURE, RAS_TOP_P, Draws, Head
 
 WINDOW = 10
 FIRST_TOKEN, END_TOKEN = 1000, 7
@@ -51,6 +51,25 @@ def windows(logits: Tensor, batch: Draws, tokens: Tensor, seed: int) -> Tensor:
     slots = batch.slots.cpu()
     window[slots[::2], : likely.shape[1], 0] = likely[::2]
     return window.to(logits.device)
+
+
+def semantic(logits: Tensor, window: Tensor, batch: Draws, tokens: Tensor) -> Tensor:
+    """Choices of `draw_semantic`, i64 [B]."""
+    num_rows, device = len(batch.slots), logits.device
+    head = Head(tokens, torch.zeros(len(tokens), dtype=torch.int64, device=device))
+    codes = torch.zeros(num_rows, 1, dtype=torch.int32, device=device)
+    x = torch.zeros(num_rows, 8, dtype=torch.bfloat16, device=device)
+    return sampling.draw_semantic(logits, window, batch, head, x, x[:1], codes).choice
+
+
+def codebook(logits: Tensor, number: int, batch: Draws) -> Tensor:
+    """Codes of `draw_codebook`, i64 [B]."""
+    num_rows, num_codes = logits.shape
+    table = torch.zeros(num_codes, 8, dtype=torch.bfloat16, device=logits.device)
+    codes = torch.full((num_rows, number + 1), -1, dtype=torch.int32, device=logits.device)
+    sampling.draw_codebook(logits, number, batch, table, codes)
+    assert (codes[:, :number] == -1).all()
+    return codes[:, number].long()
 
 
 def margin(logits: Tensor, batch: Draws, row: int, draw: int, *, is_twin: bool = False) -> float:

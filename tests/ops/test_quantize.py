@@ -137,3 +137,15 @@ def test_rms_norm_kernels(num_rows, num_columns, monkeypatch):
     data, scale = reference_fp8.quantize_rows(normed)
     assert torch.equal(scaled.data.view(torch.uint8), data.view(torch.uint8))
     assert torch.equal(scaled.scale, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+def test_rms_norm_of_rows_that_are_no_neighbours(kind):
+    x, weight = rows(14, 320, "cuda"), torch.randn(320, device="cuda").bfloat16()
+    got, expected = (
+        quantize.rms_norm(part, weight, 1e-6, kind) for part in (x[1::2], x[1::2].contiguous())
+    )
+    if kind == "bsfp8":
+        got, expected = got.dequantize(), expected.dequantize()
+    assert torch.equal(got, expected)

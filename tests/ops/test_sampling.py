@@ -38,8 +38,8 @@ def semantic_case(batch, seed=1):
 def test_semantic_draws_are_the_models(batch):
     logits, window, tokens = semantic_case(batch)
     expected = model_sampler(batch).semantic(logits, window[batch.slots].squeeze(2), tokens)
-    assert torch.equal(sampling.sample_semantic(logits, window, batch, tokens), expected)
-    nothing_recent = sampling.sample_semantic(logits, torch.zeros_like(window), batch, tokens)
+    assert torch.equal(cases.semantic(logits, window, batch, tokens), expected)
+    nothing_recent = cases.semantic(logits, torch.zeros_like(window), batch, tokens)
     assert (nothing_recent != expected).sum() > 5  # twins were taken
 
 
@@ -47,7 +47,7 @@ def test_semantic_draws_are_the_models(batch):
 def test_codebook_draws_are_the_models(batch, codebook):
     logits = torch.randn(40, CODEBOOK_SIZE, generator=torch.Generator().manual_seed(codebook))
     expected = model_sampler(batch).codebook(logits, codebook)
-    assert torch.equal(sampling.sample_codebook(logits, codebook, batch), expected)
+    assert torch.equal(cases.codebook(logits, codebook, batch), expected)
 
 
 def test_drawing_stores_codes_and_looks_up_what_comes_next(batch):
@@ -56,7 +56,7 @@ def test_drawing_stores_codes_and_looks_up_what_comes_next(batch):
     hidden, table = torch.randn(40, 16), torch.randn(CODEBOOK_SIZE, 16)
     codes = torch.full((40, NUM_CODEBOOKS), -1, dtype=torch.int32)
     first = sampling.draw_semantic(logits, window, batch, head, hidden, table, codes)
-    choice = sampling.sample_semantic(logits, window, batch, tokens)
+    choice = cases.semantic(logits, window, batch, tokens)
     assert torch.equal(first.choice, choice)
     assert torch.equal(first.is_end, choice == NUM_SEMANTIC)
     assert torch.equal(codes[:, 0].long(), head.codes[choice])
@@ -64,7 +64,7 @@ def test_drawing_stores_codes_and_looks_up_what_comes_next(batch):
     assert torch.equal(first.x.view(40, 2, 16)[:, 1], table[head.codes[choice]])
     residual = logits[:, :CODEBOOK_SIZE].contiguous()
     x = sampling.draw_codebook(residual, 2, batch, table, codes)
-    code = sampling.sample_codebook(residual, 2, batch)
+    code = cases.codebook(residual, 2, batch)
     assert torch.equal(x, table[code]) and torch.equal(codes[:, 2].long(), code)
     assert (codes[:, [1, 3]] == -1).all()
 

@@ -45,11 +45,11 @@ def test_codebooks(num_tokens, num_rows, dtype):
     for seed in range(8):
         logits = logits_of(num_rows, num_tokens, seed).to(dtype)
         batch = cases.draws(num_rows, seed, "cuda")
-        got = sampling.sample_codebook(logits, seed + 1, batch)
+        got = cases.codebook(logits, seed + 1, batch)
         if dtype == torch.bfloat16:
             logits = broken_ties(logits)
-            got = sampling.sample_codebook(logits, seed + 1, batch)
-        expected = sampling.sample_codebook(logits.cpu(), seed + 1, moved(batch, "cpu"))
+            got = cases.codebook(logits, seed + 1, batch)
+        expected = cases.codebook(logits.cpu(), seed + 1, moved(batch, "cpu"))
         assert_same_draws(got, expected, logits, batch, seed + 2)
 
 
@@ -68,11 +68,11 @@ def test_semantic(num_tokens, num_rows):
         logits = logits_of(num_rows, num_tokens, seed)
         batch = cases.draws(num_rows, seed, "cuda")
         window = cases.windows(logits, batch, tokens, seed)
-        got = sampling.sample_semantic(logits, window, batch, tokens)
+        got = cases.semantic(logits, window, batch, tokens)
         cpu = moved(batch, "cpu")
-        expected = sampling.sample_semantic(logits.cpu(), window.cpu(), cpu, tokens.cpu())
+        expected = cases.semantic(logits.cpu(), window.cpu(), cpu, tokens.cpu())
         assert_same_draws(got, expected, logits, batch, 0, is_twin=True)
-        normal = sampling.sample_semantic(logits, torch.zeros_like(window), batch, tokens)
+        normal = cases.semantic(logits, torch.zeros_like(window), batch, tokens)
         num_twins += int((normal != got).sum())
     assert num_twins > num_rows
 
@@ -102,7 +102,7 @@ def test_equal_logits_come_in_the_order_of_their_index(step, num_tokens):
         logits = (logits_of(64, num_tokens, seed) / step).round() * step
         logits[:8] = 0
         batch = cases.draws(64, seed, "cuda")
-        got = sampling.sample_codebook(logits.contiguous(), 3, batch)
+        got = cases.codebook(logits.contiguous(), 3, batch)
         expected = ranked_oracle(logits.cpu(), moved(batch, "cpu"), 4)
         assert_same_draws(got, expected, logits, batch, 4)
 
@@ -120,7 +120,7 @@ def test_shapes_of_logits_that_defeat_the_first_bound(pattern):
         "masked": torch.where(ramp < 0.02, ramp * 50, -torch.inf),
     }[pattern].repeat(32, 1)
     batch = cases.draws(32, 5, "cuda")
-    got = sampling.sample_codebook(logits.contiguous(), 1, batch)
+    got = cases.codebook(logits.contiguous(), 1, batch)
     expected = ranked_oracle(logits.cpu(), moved(batch, "cpu"), 2)
     assert_same_draws(got, expected, logits, batch, 2)
 
@@ -130,7 +130,7 @@ def test_garbage_logits_choose_some_token():
     logits = logits_of(6, 4096, 0)
     logits[0], logits[1, ::3], logits[2] = torch.nan, torch.nan, -torch.inf
     logits[3], logits[4] = torch.inf, -torch.nan
-    code = sampling.sample_codebook(logits, 1, batch)
+    code = cases.codebook(logits, 1, batch)
     assert ((code >= 0) & (code < 4096)).all(), code
 
 
@@ -146,14 +146,14 @@ def test_drawing_stores_codes_and_looks_up_what_comes_next(num_rows):
     table = torch.randn(4096, dim, device="cuda").bfloat16()
     codes = torch.full((num_rows, num_codebooks), -1, dtype=torch.int32, device="cuda")
     first = sampling.draw_semantic(logits, window, batch, head, hidden, table, codes)
-    choice = sampling.sample_semantic(logits, window, batch, tokens)
+    choice = cases.semantic(logits, window, batch, tokens)
     assert torch.equal(first.choice, choice)
     assert torch.equal(first.is_end, choice == num_tokens - 1)
     assert torch.equal(codes[:, 0].long(), head.codes[choice])
     assert torch.equal(first.x, torch.stack([hidden, table[head.codes[choice]]], 1).flatten(0, 1))
     residual = logits[:, 1:].contiguous()
     x = sampling.draw_codebook(residual, 9, batch, table, codes)
-    code = sampling.sample_codebook(residual, 9, batch)
+    code = cases.codebook(residual, 9, batch)
     assert torch.equal(x, table[code]) and torch.equal(codes[:, 9].long(), code)
     assert (codes[:, 1:9] == -1).all()
 
