@@ -92,6 +92,7 @@ class Plan:
             + (exchange if exchange <= _MAX_OWN_EXCHANGE else 0)
             + is_fp8 * most_blocks * self.warpgroups * 8
             + self.norm * self.warpgroups * 16
+            + 8  # the barrier of the exchange
         )
 
 

@@ -23,6 +23,7 @@ namespace {
 
 struct Shared {
   u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole with NORM
+  u32 met;  // barrier of what the cluster sends here
 };
 
 struct Problem {
@@ -32,7 +33,7 @@ struct Problem {
   int scale_stride;
   int tile;                 // of this CTA: its first row tile / WARPGROUPS
   int begin, blocks;        // its K tiles
-  int first_row;            // of x
+  int first_row, num_rows;  // of x
 };
 
 DEVICE const u8* tile_address(const Problem& p, int group, int block) {
@@ -75,8 +76,10 @@ struct Producer {
       barrier_init(shared.full + stage * 8, NORM ? 1 : 2);  // weights, activations
       barrier_init(shared.empty + stage * 8, kConsumers / 32);
     }
+    if (kExchangeBytes > 0) barrier_init(shared.met, 1);
     barrier_init_fence();
     fence_async_proxy();
+    if (kExchangeBytes > 0) barrier_expect(shared.met, sent_bytes(p.num_rows));
     next = min(STAGES, p.blocks);
     for (int i = 0; i < next; ++i) load_weights(shared, p, p.begin + i, i);
     if (!NORM) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -149,43 +152,25 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
   }
 }
 
-// From here to the last barrier the CTAs of the cluster may write into each other's exchange.
-DEVICE void open_exchange() {
-  if (kCluster == 1) return;
-  if (kExchangesInRing) cluster_arrive();
-  cluster_wait();
-}
-
-DEVICE void close_exchange() {
-  if (kCluster == 1)
-    consumers_sync();
-  else
-    cluster_arrive(), cluster_wait();
-}
-
-DEVICE void finish(const float (&acc)[COLS / 2], float* exchange, u8* ring, const Output& o, int tile,
-                   int rank, int warp, int lane) {
+DEVICE void finish(const float (&acc)[COLS / 2], const bf16 (&residuals)[kPairs][2], float* exchange,
+                   u32 met, u8* ring, const Output& o, int tile, int rank, int warp, int lane) {
+  if (kExchangesInRing) cluster_sync();  // all CTAs are done with theirs
   if constexpr (GATE_UP) {
     float h[COLS / 4];
     swiglu_all(h, acc);
     if constexpr (IS_FP8) {
       float* factors = exchange + 16 * COLS;
-      open_exchange();
-      send_maxima(h, shared_address(exchange), rank, warp, lane);
-      close_exchange();
+      send_maxima(h, shared_address(exchange), met, rank, warp, lane);
+      barrier_wait_cluster(met, 0);
       reduce_maxima(factors, exchange, o, tile / kCluster, rank, warp * 32 + lane);
       store_fp8_tile(h, factors, ring, o, tile * kFeatures, warp, lane);
     } else {
       store_bf16_tile(h, ring, o, tile * kFeatures, warp, lane);
     }
   } else if constexpr (SPLIT > 1) {
-    const int first = tile * kRows + rank * kGroups * 8;
-    bf16 residuals[kPairs][2] = {};
-    open_exchange();
-    send_partial_sums(acc, shared_address(exchange), o.num_rows, rank, warp, lane);
-    load_residuals(residuals, o, first, warp, lane);
-    close_exchange();
-    store_summed(reinterpret_cast<float2*>(exchange), residuals, o, first, warp, lane);
+    send_partial_sums(acc, shared_address(exchange), met, o.num_rows, rank, warp, lane);
+    barrier_wait_cluster(met, 0);
+    store_summed(reinterpret_cast<float2*>(exchange), residuals, o, first_feature(tile, rank), warp, lane);
   } else {
     store_whole(acc, o, tile * kRows, warp, lane);
   }
@@ -204,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   float* own_exchange = scales + (IS_FP8 ? (NORM ? most_blocks : STAGES) * COLS : 0);
   float* exchange = kExchangesInRing ? reinterpret_cast<float*>(ring + kExchangeOffset) : own_exchange;
   u64* barriers = reinterpret_cast<u64*>(own_exchange + (kExchangesInRing ? 0 : kExchangeBytes / 4));
-  float2* block_scales = reinterpret_cast<float2*>(barriers + 2 * STAGES);  // [blocks][WARPGROUPS]
+  float2* block_scales = reinterpret_cast<float2*>(barriers + 2 * STAGES + 1);  // [blocks][WARPGROUPS]
 
   let_next_kernel_start();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -213,10 +198,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   const int begin = SPLIT > 1 ? rank * num_blocks / SPLIT : 0;
   const int end = SPLIT > 1 ? (rank + 1) * num_blocks / SPLIT : num_blocks;
   const Shared shared = {shared_address(ring), shared_address(operand), shared_address(scales),
-                         shared_address(barriers), shared_address(barriers + STAGES)};
+                         shared_address(barriers), shared_address(barriers + STAGES),
+                         shared_address(barriers + 2 * STAGES)};
 
+  output.keep_rows(first_row, COLS);
   const Problem problem = {tiles, act_scales,  num_blocks, output.scale_stride, tile,
-                           begin, end - begin, first_row};
+                           begin, end - begin, first_row,  output.num_rows};
   Producer producer = {shared, problem, map};
   const bool is_producer = thread == kThreads - 32;
   if (is_producer) producer.start();
@@ -226,11 +213,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
       block_scales[i] = tile_scales[static_cast<i64>(tile * WARPGROUPS + i % WARPGROUPS) * num_blocks +
                                     begin + i / WARPGROUPS];
   __syncthreads();
-  if (kCluster > 1 && !kExchangesInRing) cluster_arrive();  // this CTA runs, its exchange is there
+  // The CTAs of the cluster run, and what is sent to them is counted.
+  if (kCluster > 1 && !kExchangesInRing) cluster_arrive_relaxed(), cluster_wait();
   if (warp == kConsumers / 32) {
     if (is_producer) producer.fill(), producer.refill();
     __syncwarp();
-    if (kCluster > 1) open_exchange(), close_exchange();
+    if (kExchangesInRing) cluster_sync();
     return;
   }
 
@@ -238,10 +226,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   float* sums = reinterpret_cast<float*>(block_scales + (IS_FP8 ? most_blocks * WARPGROUPS : 0));
   normalize_rows(operand, scales, sums, norm, begin, end, thread);
 #endif
+  wait_for_previous_kernels();
+  bf16 residuals[kPairs][2] = {};
+  if (SPLIT > 1) load_residuals(residuals, output, first_feature(tile, rank), warp, lane);
   float acc[COLS / 2] = {};
   consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), problem, warp / 4, lane);
-  wait_for_previous_kernels();
-
-  output.keep_rows(first_row, COLS);
-  finish(acc, exchange, ring, output, tile, rank, warp, lane);
+  finish(acc, residuals, exchange, shared.met, ring, output, tile, rank, warp, lane);
 }

@@ -28,25 +28,34 @@ DEVICE void store_whole(const float (&acc)[COLS / 2], const Output& o, int first
   }
 }
 
+// What `send_maxima` or `send_partial_sums` of the whole cluster send to one CTA.
+DEVICE int sent_bytes(int num_rows) {
+  return kQuantises ? 16 * COLS * 4 : SPLIT * kGroups * ((num_rows + 7) / 8) * 256;
+}
+
 // Sends every 8-row group to the rank that finishes it. There it lies as [source rank][group][unit]
 // [lane] pairs, so that a warp writes 256 contiguous bytes.
-DEVICE void send_partial_sums(const float (&acc)[COLS / 2], u32 exchange, int num_rows, int rank,
+DEVICE void send_partial_sums(const float (&acc)[COLS / 2], u32 exchange, u32 met, int num_rows, int rank,
                               int warp, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int group = warp * 2 + half;
     const u32 slot = (rank * kGroups + group % kGroups) * kUnits;
     const u32 target = cluster_address(exchange + (slot * 32 + lane) * 8, group / kGroups);
+    const u32 counter = cluster_address(met, group / kGroups);
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
       if (unit * 8 >= num_rows) break;
-      cluster_store2(target + unit * 256, acc[unit * 4 + half * 2], acc[unit * 4 + half * 2 + 1]);
+      cluster_send2(target + unit * 256, acc[unit * 4 + half * 2], acc[unit * 4 + half * 2 + 1], counter);
     }
   }
 }
 
 // The part of an output that a thread finishes: pairs of rows of one feature.
 constexpr int kPairs = (kGroups * kUnits + kConsumers / 32 - 1) / (kConsumers / 32);
+
+// The first feature that a CTA finishes.
+DEVICE int first_feature(int tile, int rank) { return tile * kRows + rank * kGroups * 8; }
 
 struct Pair {
   int group, unit, feature, row;
@@ -63,7 +72,7 @@ DEVICE Pair pair_of(int i, const Output& o, int first, int warp, int lane) {
   return p;
 }
 
-// Residuals are on their way while the cluster meets.
+// Residuals are on their way while the sums are made.
 DEVICE void load_residuals(bf16 (&residuals)[kPairs][2], const Output& o, int first, int warp,
                            int lane) {
   if (o.residual == nullptr) return;
@@ -107,9 +116,10 @@ DEVICE void swiglu_all(float (&h)[COLS / 4], const float (&acc)[COLS / 2]) {
 DEVICE int row_of(int i, int lane) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
 
 // Every warp's maxima of 8 features go to all CTAs of the 128-feature group: [16 warps][COLS].
-DEVICE void send_maxima(const float (&h)[COLS / 4], u32 exchange, int rank, int warp, int lane) {
+DEVICE void send_maxima(const float (&h)[COLS / 4], u32 exchange, u32 met, int rank, int warp, int lane) {
   const u32 slot = exchange + ((rank * WARPGROUPS * 4 + warp) * COLS + lane % 4 * 2) * 4;
-  const u32 target = cluster_address(slot, min(lane / 4, kCluster - 1));
+  const int to = min(lane / 4, kCluster - 1);
+  const u32 target = cluster_address(slot, to), counter = cluster_address(met, to);
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
     float x = fabsf(h[unit * 2]), y = fabsf(h[unit * 2 + 1]);
@@ -118,7 +128,7 @@ DEVICE void send_maxima(const float (&h)[COLS / 4], u32 exchange, int rank, int 
       x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
       y = fmaxf(y, __shfl_xor_sync(~0u, y, offset));
     }
-    if (lane / 4 < kCluster) cluster_store2(target + unit * 32, x, y);
+    if (lane / 4 < kCluster) cluster_send2(target + unit * 32, x, y, counter);
   }
 }
 
