@@ -108,4 +108,6 @@ def load_sounddevice() -> Any:
         raise OSError(
             'sounddevice is not installed; in a clone of Plosive: pip install -e ".[audio]"'
         ) from error
+    except OSError as error:
+        raise OSError(f"{error}; on Debian and Ubuntu: apt install libportaudio2") from error
     return sounddevice

@@ -1,15 +1,14 @@
 """`plosive say`: speak one text through the server that runs here, or through one started for it.
 
-It is played where sounddevice is installed and it is not saved. What is worth knowing besides the
-figures goes to stderr, a line each.
+It is played, or saved with `--out`, or with `--mute` neither; a command that would be heard by nobody
+fails before it speaks. What is worth knowing besides the figures goes to stderr, a line each.
 """
 
 import argparse
 import asyncio
-import importlib.util
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from clients import (
 )
 from clients.address import DEFAULT_URL
 from clients.decode import Samples
+from clients.devices import load_sounddevice
 from clients.explain import sentence
 from clients.local_server import LocalServer, running_server, stopped_like_interrupted
 from clients.play_buffer import PlayBuffer, Track
@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"save the audio ({', '.join(SUFFIXES)}) "
         "instead of playing it (which needs sounddevice: pip install -e '.[audio]')",
+    )
+    parser.add_argument(
+        "--mute", action="store_true", help="neither play nor save it, only print the figures"
     )
     parser.add_argument(
         "--url",
@@ -124,6 +127,8 @@ def _tell(line: str) -> None:
 
 
 def _run(args: argparse.Namespace, text: str) -> None:
+    if _is_played(args):
+        _check_output(load_sounddevice)
     url = args.url or _find_server(args)
     said = asyncio.run(_say(args, url, text)) if url else _say_locally(args, text)
     if not len(said.samples):
@@ -132,10 +137,6 @@ def _run(args: argparse.Namespace, text: str) -> None:
         raise SessionError("nothing_to_speak", why)
     if args.out is not None:
         save(args.out, said.samples, said.sample_rate_hz)
-    elif not _can_play(args):
-        _tell(
-            "not played: sounddevice is not installed (pip install sounddevice); --out writes a file"
-        )
     print(said.summary() + (f" · {args.out}" if args.out else ""))
 
 
@@ -183,7 +184,7 @@ async def _say(args: argparse.Namespace, url: str, text: str) -> _Said:
         speech = session.say(text)
         packets: list[AudioPacket] = []
         try:
-            if _can_play(args):
+            if _is_played(args):
                 await _play(speech, Decoder(session.format), packets)
             else:
                 await _collect(speech, packets)
@@ -236,22 +237,27 @@ def _warn(warning: Warn) -> None:
         _tell(f"warning: {' '.join(warning.message.split())}")
 
 
-def _can_play(args: argparse.Namespace) -> bool:
-    return args.out is None and importlib.util.find_spec("sounddevice") is not None
+def _is_played(args: argparse.Namespace) -> bool:
+    return args.out is None and not args.mute
+
+
+def _check_output(use: Callable[[], object]) -> None:
+    """Raises SessionError `not_heard` where the sound output cannot be used, with what to do."""
+    try:
+        use()
+    except OSError as error:
+        way_out = "--out FILE saves it instead, --mute says it to nobody"
+        raise SessionError("not_heard", f"it would not be heard: {error}. {way_out}") from error
 
 
 async def _play(speech: Speech, decoder: Decoder, packets: list[AudioPacket]) -> None:
-    """As `_collect`, until the last was heard; an output that cannot be opened is no failure."""
+    """As `_collect`, until the last was heard."""
     heard = asyncio.Event()
     track = Track(partial(asyncio.get_running_loop().call_soon_threadsafe, heard.set))
     buffer = PlayBuffer(decoder.sample_rate_hz * PREBUFFER_MS // 1000)
     buffer.add(track)
     device = SoundCard()
-    try:
-        device.start(decoder.sample_rate_hz, buffer.pull)
-    except OSError as error:
-        _tell(f"not played: {error}")
-        return await _collect(speech, packets)
+    _check_output(partial(device.start, decoder.sample_rate_hz, buffer.pull))
     try:
         async for packet in _packets(speech):
             packets.append(packet)

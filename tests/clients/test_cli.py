@@ -62,7 +62,7 @@ def test_say_starts_a_local_server_and_saves(tmp_path, capsys) -> None:
 
 async def test_say_uses_a_running_server(capsys) -> None:
     async with scripted_server(talker) as server:
-        words = ("one", "--url", server.url, "--voice", "bob", "--seed", "3")
+        words = ("one", "--mute", "--url", server.url, "--voice", "bob", "--seed", "3")
         assert await asyncio.to_thread(_run_in_thread, words) == 0
     start = server.received[0]
     assert isinstance(start, SessionStart)
@@ -78,21 +78,35 @@ async def test_a_running_server_is_found_only_where_one_is_ready() -> None:
 async def test_say_takes_the_server_that_runs_here(monkeypatch, capsys) -> None:
     async with scripted_server(talker) as server:
         monkeypatch.setattr(say, "running_server", lambda: server.url)
-        assert await asyncio.to_thread(_say_in_thread, "one") == 0
+        assert await asyncio.to_thread(_say_in_thread, "one", "--mute") == 0
         assert len(server.peers) == 1
         assert f"using the server at {server.url} (--local" in capsys.readouterr().err
-        assert await asyncio.to_thread(_say_in_thread, "one", "--local") == 0
-        assert await asyncio.to_thread(_say_in_thread, "one", "--device", "cpu") == 0
+        assert await asyncio.to_thread(_say_in_thread, "one", "--mute", "--local") == 0
+        assert await asyncio.to_thread(_say_in_thread, "one", "--mute", "--device", "cpu") == 0
         assert len(server.peers) == 1
         monkeypatch.setenv("PLOSIVE_URL", server.url)
-        assert await asyncio.to_thread(_say_in_thread, "one") == 0
+        assert await asyncio.to_thread(_say_in_thread, "one", "--mute") == 0
         assert len(server.peers) == 2
 
 
-def test_say_that_nobody_hears_says_so(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(say.importlib.util, "find_spec", lambda name: None)
-    assert run(say, "one") == 0
-    assert "not played: sounddevice is not installed" in capsys.readouterr().err
+NOT_HEARD = 'sounddevice is not installed; in a clone of Plosive: pip install -e ".[audio]"'
+
+
+def test_say_that_nobody_would_hear_fails_before_it_speaks(monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "sounddevice", None)
+    monkeypatch.setattr(say, "running_server", lambda: pytest.fail("it looked for a server"))
+    assert run(say, "one") == 1
+    way_out = "--out FILE saves it instead, --mute says it to nobody"
+    error = capsys.readouterr().err
+    assert error == f"plosive say: it would not be heard: {NOT_HEARD}. {way_out}\n"
+
+
+def test_say_to_nobody(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setitem(sys.modules, "sounddevice", None)
+    monkeypatch.chdir(tmp_path)
+    assert run(say, "one two", "--mute") == 0
+    assert "audio 0.12 s" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
 
 
 def test_say_tells_every_warning_in_one_line(capsys, tmp_path) -> None:
@@ -136,8 +150,7 @@ async def test_say_keeps_what_had_come_when_the_connection_ends(
         assert (output.out, output.err) == ("", f"plosive say: {kept}\n")
         num_samples = 2 * (30 * PACKET_SAMPLES - OPUS.pre_skip_samples)  # at 48 kHz
         assert path.stat().st_size == 44 + 34 + 2 * num_samples
-        monkeypatch.setattr(say.importlib.util, "find_spec", lambda name: None)
-        assert await asyncio.to_thread(_say_in_thread, *words) == 1
+        assert await asyncio.to_thread(_say_in_thread, *words, "--mute") == 1
         assert capsys.readouterr().err == f"plosive say: {reason}\n"
 
 
@@ -181,7 +194,7 @@ class NoCard(EagerCard):
 
 @pytest.fixture
 def sounddevice(monkeypatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(say, "load_sounddevice", lambda: None)
     monkeypatch.setattr(say, "SoundCard", EagerCard)
     monkeypatch.setattr(EagerCard, "heard", [])
 
@@ -198,17 +211,17 @@ def test_say_saves_instead_of_playing(sounddevice, tmp_path) -> None:
     assert not EagerCard.heard
 
 
-def test_say_without_a_sound_output_says_so_and_goes_on(sounddevice, monkeypatch, capsys) -> None:
+def test_say_without_a_sound_output_says_so_and_fails(sounddevice, monkeypatch, capsys) -> None:
     monkeypatch.setattr(say, "SoundCard", NoCard)
-    assert run(say, "one two") == 0
+    assert run(say, "one two") == 1
     output = capsys.readouterr()
-    assert "not played: cannot open the sound output" in output.err
-    assert "audio 0.12 s" in output.out
+    assert "it would not be heard: cannot open the sound output: there is none. --out" in output.err
+    assert not output.out
 
 
 def test_say_reads_standard_input(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("one two\n"))
-    assert run(say, "-") == 0
+    assert run(say, "-", "--mute") == 0
     assert "audio 0.12 s" in capsys.readouterr().out
 
 
@@ -232,12 +245,12 @@ def test_say_wrong_usage_exits_2(words, message, capsys) -> None:
 
 
 def test_say_errors_are_one_sentence(capsys, tmp_path) -> None:
-    assert run(say, "hi", "--model", "broken") == 1
+    assert run(say, "hi", "--mute", "--model", "broken") == 1
     error = capsys.readouterr().err
     assert "ended with status 1 before it was ready" in error
     assert "the model: it is broken" in error
     assert "Traceback" not in error
-    assert run(say, "hi", "--url", "http://127.0.0.1:9") == 1
+    assert run(say, "hi", "--mute", "--url", "http://127.0.0.1:9") == 1
     assert "/v1/realtime: connection refused. Is the server up?" in capsys.readouterr().err
     assert run(say, "hi", "--out", str(tmp_path / ("x" * 300 + ".wav"))) == 1
     error = capsys.readouterr().err
@@ -252,7 +265,7 @@ def test_interrupted_say_stops_its_server(signal_number, tmp_path) -> None:
         "import clients.local_server, sys\n"
         f"clients.local_server.SERVE = {(*SCRIPTED, '--mute', str(fifo))!r}\n"
         "from realtime.__main__ import main\n"
-        "sys.exit(main(['say', 'hello', '--local']))"
+        "sys.exit(main(['say', 'hello', '--mute', '--local']))"
     )
     with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
         server_pid = int(fifo.read_text())  # waits until the server has got the text
@@ -294,11 +307,11 @@ HOW_TO_GIVE_IT = "this server needs an API key: give it with --api-key KEY, or i
 @pytest.mark.parametrize("key", [None, ""])
 async def test_say_without_a_key_tells_how_to_give_one(key, monkeypatch, capsys) -> None:
     monkeypatch.delenv("PLOSIVE_API_KEY", raising=False)
-    words = () if key is None else ("--api-key", key)
+    words = ("--mute",) if key is None else ("--mute", "--api-key", key)
     async with scripted_server(talker, refusal=respond(401, MISSING_KEY)) as server:
         assert await asyncio.to_thread(_say_in_thread, "one", "--url", server.url, *words) == 1
         assert capsys.readouterr().err == f"plosive say: {HOW_TO_GIVE_IT}"
-        words = ("one", "--url", server.url, "--api-key", "wrong")
+        words = ("one", "--mute", "--url", server.url, "--api-key", "wrong")
         assert await asyncio.to_thread(_say_in_thread, *words) == 1
         assert capsys.readouterr().err.endswith("with status 401: send a header\n")
 
