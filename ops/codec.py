@@ -20,6 +20,7 @@ from ops.codec_conv import Streams
 WINDOW, HEAD_DIM, MAX_FRAMES = 128, 64, 16  # what the attention kernel is made for
 _THREADS, _DEPTHWISE_THREADS = 128, 512  # of the kernels in codec_stream.cu
 _OUTPUT_RUN = 32  # samples that a group of lanes makes
+_KEPT_PER_THREAD = 4  # chunks of the history
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,24 @@ def output(x: Tensor, layer: Output, streams: Streams, num_steps: int) -> Tensor
         defines={"CHANNELS": channels},
     )
     return samples
+
+
+def keep(streams: Streams, positions: Tensor, num_steps: int) -> None:
+    """The end of a call: the new history takes the old one's place, positions i64 [num_slots] move on
+    by num_steps frames."""
+    slots, history, new_history = streams
+    if not history.is_cuda:
+        history.index_copy_(0, slots, new_history)
+        positions.index_add_(0, slots, torch.full_like(slots, num_steps))
+        return
+    row_chunks = history.shape[1] * history.element_size() // 16
+    assert row_chunks * 16 == history.shape[1] * history.element_size(), history.shape
+    _launch(
+        "codec_keep",
+        (-(-row_chunks // (_THREADS * _KEPT_PER_THREAD)), len(slots)),
+        [new_history, history, positions, slots],
+        (row_chunks, num_steps),
+    )
 
 
 def _launch(

@@ -247,7 +247,9 @@ def _conv_cuda(
     assert layer.num_taps == 1 or (max(num_steps, tile.rows) % steps == 0), (num_steps, tile)
     slab_rows = tile.rows // steps * (steps + layer.num_past)
     num_blocks = layer.channels // block // layer.num_splits
-    num_slabs = min(math.ceil((tile.stages - 1) / layer.num_taps) + 1, num_blocks)
+    # One or two taps use a slab up before the next one has come, if that is asked for only then.
+    ahead = 1 if layer.num_taps > 2 else 2
+    num_slabs = min(math.ceil((tile.stages - 1) / layer.num_taps) + ahead, num_blocks)
     slab_bytes = num_slabs * slab_rows * (2 * block + 16) + 8 * slab_rows
     sums = 4 * tile.rows * (tile.columns + 8)
     numbers = (

@@ -116,8 +116,7 @@ class FusedDecoder:
             x = block(x, streams, num_steps)
             num_steps *= block.rate
         wav = ops.output(x, self.output, streams, num_steps)
-        history.index_copy_(0, slots, new_history)
-        positions.index_add_(0, slots, torch.full_like(slots, num_frames))
+        ops.keep(streams, positions, num_frames)
         return wav
 
 

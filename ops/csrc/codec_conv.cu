@@ -56,9 +56,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   };
 
   if (tid == 0) weights.start();
+  slabs.start(first, s, in, history, slots);
   wait_for_previous_kernels();
   let_next_kernel_start();
-  slabs.start(first, s, in, history, slots);
   for (int i = 0; i < max(1, num_slabs - 1); i++) load_slab();
 
   float sums[BN / 2];
@@ -107,5 +107,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   stage(staged, sums);
   finish(Finish{bias, alpha, inverse, residual, raw, out, num_rows, columns, activation, is_f32},
          staged, first, first_column, rank, num_splits);
-  if (blockIdx.x == 0 && rank == 0) write_history(first, s, in, history, new_history, slots);
+  write_history(first, s, in, history, new_history, slots, blockIdx.x * num_splits + rank,
+                gridDim.x * num_splits);
 }

@@ -132,16 +132,19 @@ DEVICE void load8(float (&v)[8], const float* source) {
   v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
 }
 
-DEVICE void activate(float (&v)[8], int activation, int column, const float* alpha,
-                     const float* inverse) {
-  if (activation == kSnake) {
-    float a[8], r[8];
-    load8(a, alpha + column), load8(r, inverse + column);
+// v + sin(alpha v)^2 / alpha
+DEVICE void snake(float (&v)[8], const float (&alpha)[8], const float (&inverse)[8]) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      float wave = __sinf(a[i] * v[i]);
-      v[i] += wave * wave * r[i];
-    }
+  for (int i = 0; i < 8; i++) {
+    float wave = __sinf(alpha[i] * v[i]);
+    v[i] += wave * wave * inverse[i];
+  }
+}
+
+DEVICE void activate(float (&v)[8], int activation, const float (&alpha)[8],
+                     const float (&inverse)[8]) {
+  if (activation == kSnake) {
+    snake(v, alpha, inverse);
   } else if (activation == kGelu) {
 #pragma unroll
     for (int i = 0; i < 8; i++) v[i] *= 0.5f * (1 + erff(v[i] * 0.70710678f));
@@ -199,21 +202,25 @@ DEVICE void stage(float* staged, const float (&sums)[BN / 2]) {
   }
 }
 
-DEVICE void add(float (&v)[8], const float* other) {
-  float w[8];
-  load8(w, other);
+DEVICE void add(float (&v)[8], const float (&other)[8]) {
 #pragma unroll
-  for (int e = 0; e < 8; e++) v[e] += w[e];
+  for (int e = 0; e < 8; e++) v[e] += other[e];
 }
 
-DEVICE void add(float (&v)[8], const __half* other) {
-  uint4 bits = *reinterpret_cast<const uint4*>(other);
+DEVICE void add(float (&v)[8], uint4 bits) {
   const __half2* halves = reinterpret_cast<const __half2*>(&bits);
 #pragma unroll
   for (int e = 0; e < 4; e++) {
     float2 pair = __half22float2(halves[e]);
     v[2 * e] += pair.x, v[2 * e + 1] += pair.y;
   }
+}
+
+// Who finishes what of a tile: a thread, 8 columns of every kOutAtOnce-th row.
+constexpr int kOutAtOnce = kThreads / (BN / 8), kPasses = (BM + kOutAtOnce - 1) / kOutAtOnce;
+DEVICE int my_columns() { return threadIdx.x % (BN / 8) * 8; }
+DEVICE int my_first_row() {
+  return threadIdx.x < kOutAtOnce * (BN / 8) ? threadIdx.x / (BN / 8) : BM;
 }
 
 // What becomes of a sum: bias, residual, the raw result, activation, the result.
@@ -223,39 +230,36 @@ struct Finish {
   void* raw;
   __half* out;
   int num_rows, columns, activation, is_f32;
-
-  DEVICE void operator()(float (&v)[8], int row, int column) const {
-    i64 place = i64(row) * columns + column;
-    if (bias) add(v, bias + column);
-    if (residual && is_f32) add(v, static_cast<const float*>(residual) + place);
-    if (residual && !is_f32) add(v, static_cast<const __half*>(residual) + place);
-    if (raw && is_f32) {
-      float4* at = reinterpret_cast<float4*>(static_cast<float*>(raw) + place);
-      at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
-    } else if (raw) {
-      *reinterpret_cast<uint4*>(static_cast<__half*>(raw) + place) = packed(v);
-    }
-    if (!out) return;
-    activate(v, activation, column, alpha, inverse);
-    uint4 halves = packed(v);
-    if (activation == kSwiglu)
-      *reinterpret_cast<uint2*>(out + place / 2) = make_uint2(halves.x, halves.y);
-    else
-      *reinterpret_cast<uint4*>(out + place) = halves;
-  }
 };
 
-// Finish a staged tile. The CTAs of a cluster have parts of the same sums: each finishes its share
-// of the rows, and nobody leaves while others read its part.
-DEVICE void finish(const Finish& finish, const float* staged, int first, int first_column, int rank,
+// Finish a staged tile. The CTAs of a cluster have parts of the same sums: each finishes its share of
+// the rows, and nobody leaves while others read its part. What is read from memory is asked for at
+// once, before the sums are waited for.
+DEVICE void finish(const Finish& f, const float* staged, int first, int first_column, int rank,
                    int num_splits) {
+  const int share = BM / num_splits, column = first_column + my_columns();
+  const bool has_column = column < f.columns;
+  auto is_mine = [&](int row) { return has_column && row < share && first + rank * share + row < f.num_rows; };
+  auto place_of = [&](int row) { return i64(first + rank * share + row) * f.columns + column; };
+  float bias[8] = {}, alpha[8] = {}, inverse[8] = {};
+  if (has_column && f.bias) load8(bias, f.bias + column);
+  if (has_column && f.activation == kSnake) load8(alpha, f.alpha + column), load8(inverse, f.inverse + column);
+  uint4 residual[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass++) {
+    const int row = my_first_row() + pass * kOutAtOnce;
+    residual[pass] = make_uint4(0, 0, 0, 0);
+    if (f.residual && !f.is_f32 && is_mine(row))
+      residual[pass] = *reinterpret_cast<const uint4*>(static_cast<const __half*>(f.residual) + place_of(row));
+  }
   __syncthreads();
   if (num_splits > 1) cluster_sync();
-  const int share = BM * (BN / 8) / num_splits;
-  for (int i = rank * share + threadIdx.x; i < (rank + 1) * share; i += kThreads) {
-    int row = first + i / (BN / 8), column = first_column + i % (BN / 8) * 8;
-    if (row >= finish.num_rows || column >= finish.columns) continue;
-    const float* mine = staged + i / (BN / 8) * kSumStride + i % (BN / 8) * 8;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass++) {
+    const int row = my_first_row() + pass * kOutAtOnce;
+    if (!is_mine(row)) break;
+    const i64 place = place_of(row);
+    const float* mine = staged + (rank * share + row) * kSumStride + my_columns();
     float v[8] = {};
     if (num_splits == 1) load8(v, mine);
     for (int part = 0; part < (num_splits == 1 ? 0 : num_splits); part++) {
@@ -264,7 +268,27 @@ DEVICE void finish(const Finish& finish, const float* staged, int first, int fir
       v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
       v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
     }
-    finish(v, row, column);
+    if (f.bias) add(v, bias);
+    if (f.residual && f.is_f32) {
+      float other[8];
+      load8(other, static_cast<const float*>(f.residual) + place);
+      add(v, other);
+    } else if (f.residual) {
+      add(v, residual[pass]);
+    }
+    if (f.raw && f.is_f32) {
+      float4* at = reinterpret_cast<float4*>(static_cast<float*>(f.raw) + place);
+      at[0] = make_float4(v[0], v[1], v[2], v[3]), at[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else if (f.raw) {
+      *reinterpret_cast<uint4*>(static_cast<__half*>(f.raw) + place) = packed(v);
+    }
+    if (!f.out) continue;
+    activate(v, f.activation, alpha, inverse);
+    uint4 halves = packed(v);
+    if (f.activation == kSwiglu)
+      *reinterpret_cast<uint2*>(f.out + place / 2) = make_uint2(halves.x, halves.y);
+    else
+      *reinterpret_cast<uint4*>(f.out + place) = halves;
   }
-  if (num_splits > 1) cluster_sync();
+  if (num_splits > 1) __syncwarp(), cluster_sync();
 }

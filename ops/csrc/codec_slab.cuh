@@ -4,6 +4,7 @@
 
 #include "codec_conv.cuh"
 
+constexpr int kChunks = CB / 8, kRowsAtOnce = kThreads / kChunks;  // of a slab's row; that all copy
 constexpr int kSlabStride = CB * 2 + 16;  // bytes; odd in units of 16, so that ldmatrix has no conflicts
 
 struct Shape {
@@ -26,30 +27,55 @@ DEVICE const __half* slab_source(int row, int first, const Shape& s, const __hal
   return history + slots[stream] * s.history_values + s.history_start + i64(halo + t) * s.channels;
 }
 
-// The last inputs of every stream, the history of its next call.
+// Copy `count` chunks of 16 bytes, from(i) -> to(i), a worker's share of them, several in flight.
+template <class From, class To>
+DEVICE void copy_chunks(int count, int worker, int num_workers, From from, To to) {
+  constexpr int kAtOnce = 4;
+  const int step = num_workers * kThreads;
+  for (int i = worker * kThreads + threadIdx.x; i < count; i += kAtOnce * step) {
+    uint4 held[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++)
+      if (i + j * step < count) held[j] = *from(i + j * step);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; j++)
+      if (i + j * step < count) *to(i + j * step) = held[j];
+  }
+}
+
+// The last inputs of every stream, the history of its next call; the CTAs of the same rows, the
+// workers, share it.
 DEVICE void write_history(int first, const Shape& s, const __half* in, const __half* history,
-                          __half* new_history, const i64* slots) {
-  int past = (s.num_taps - 1) * s.dilation, chunks = s.channels / 8;
-  int steps = min(s.num_steps, BM), last = min(first + BM, s.num_rows);
-  if (past == 0 || first % s.num_steps + steps + past <= s.num_steps) return;
-  for (int i = threadIdx.x; i < (last - first) * chunks; i += kThreads) {
-    int row = first + i / chunks, chunk = i % chunks, stream = row / s.num_steps;
-    int place = row % s.num_steps - s.num_steps + past;
-    if (place < 0) continue;
-    auto source = reinterpret_cast<const uint4*>(in + i64(row) * s.channels) + chunk;
-    auto target = new_history + i64(stream) * s.history_values + s.history_start;
-    reinterpret_cast<uint4*>(target + place * s.channels)[chunk] = *source;
-  }
-  int num_kept = past - s.num_steps;  // of the old ones
-  if (num_kept <= 0) return;
-  int num_streams = (last - first) / s.num_steps;
-  for (int i = threadIdx.x; i < num_streams * num_kept * chunks; i += kThreads) {
-    int stream = first / s.num_steps + i / (num_kept * chunks), j = i % (num_kept * chunks);
-    auto source = history + slots[stream] * s.history_values + s.history_start;
-    auto target = new_history + i64(stream) * s.history_values + s.history_start;
-    reinterpret_cast<uint4*>(target)[j] =
-        reinterpret_cast<const uint4*>(source + s.num_steps * s.channels)[j];
-  }
+                          __half* new_history, const i64* slots, int worker, int num_workers) {
+  const int past = (s.num_taps - 1) * s.dilation, chunks = s.channels / 8;
+  const int steps = min(s.num_steps, BM), begin = s.num_steps < BM ? 0 : first % s.num_steps;
+  const int first_kept = max(begin, s.num_steps - past), num_new = begin + steps - first_kept;
+  const int first_stream = first / s.num_steps;
+  const int num_streams = (min(first + BM, s.num_rows) - first + steps - 1) / steps;
+  if (past == 0 || num_new <= 0) return;
+  auto target = [&](int stream) {
+    return reinterpret_cast<uint4*>(new_history + i64(stream) * s.history_values + s.history_start);
+  };
+  copy_chunks(
+      num_streams * num_new * chunks, worker, num_workers,
+      [&](int i) {
+        int stream = first_stream + i / chunks / num_new, t = first_kept + i / chunks % num_new;
+        return reinterpret_cast<const uint4*>(in + i64(stream * s.num_steps + t) * s.channels) +
+               i % chunks;
+      },
+      [&](int i) {
+        int stream = first_stream + i / chunks / num_new, t = first_kept + i / chunks % num_new;
+        return target(stream) + (t - s.num_steps + past) * chunks + i % chunks;
+      });
+  const int kept = (past - s.num_steps) * chunks;  // chunks of the old ones
+  if (kept <= 0) return;
+  copy_chunks(
+      num_streams * kept, worker, num_workers,
+      [&](int i) {
+        const __half* old = history + slots[first_stream + i / kept] * s.history_values;
+        return reinterpret_cast<const uint4*>(old + s.history_start) + s.num_steps * chunks + i % kept;
+      },
+      [&](int i) { return target(first_stream + i / kept) + i % kept; });
 }
 
 // A CTA's shared memory: barriers, STAGES tiles of weights, slabs, where each row of a slab comes from.
@@ -75,6 +101,7 @@ struct Slabs {
   }
   DEVICE float* staged() const { return reinterpret_cast<float*>(memory - STAGES * kTileBytes); }
   // All threads, once: where the rows come from; those that come from nowhere are zeros in every slab.
+  // The slots are read, which only what ran before the kernel before may have written.
   DEVICE void start(int first, const Shape& s, const __half* in, const __half* history,
                     const i64* slots) const {
     for (int row = threadIdx.x; row < rows; row += kThreads) {
@@ -87,12 +114,19 @@ struct Slabs {
     }
     __syncthreads();
   }
-  // All threads: copy the channels from `channel` on to slab i; a thread, every kThreads-th chunk.
+  // A thread's chunk of a row, and the first of its rows; it has every kRowsAtOnce-th.
+  DEVICE int my_chunk() const { return threadIdx.x % kChunks; }
+  DEVICE int my_row() const {
+    return threadIdx.x < kRowsAtOnce * kChunks ? threadIdx.x / kChunks : rows;
+  }
+  // All threads: copy the channels from `channel` on to slab i.
   DEVICE void load(int i, int channel) const {
-    for (int at = threadIdx.x; at < rows * (CB / 8); at += kThreads) {
-      int row = at / (CB / 8), chunk = at % (CB / 8);
+    const u32 to = slab(i) + my_chunk() * 16;
+    const int offset = channel + my_chunk() * 8;
+#pragma unroll 4
+    for (int row = my_row(); row < rows; row += kRowsAtOnce) {
       const __half* source = sources[row];
-      if (source) copy16(slab(i) + row * kSlabStride + chunk * 16, source + channel + chunk * 8);
+      if (source) copy16(to + row * kSlabStride, source + offset);
     }
   }
 };

@@ -254,6 +254,28 @@ extern "C" __global__ void __launch_bounds__(kDepthwiseThreads)
   }
 }
 
+// The end of a call: each stream's new history takes the old one's place, its position moves on. A CTA
+// copies kKeptPerThread chunks a thread of one stream's row; a slot may be named many times.
+constexpr int kKeptPerThread = 4;
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    codec_keep(const uint4* new_history, uint4* history, unsigned long long* positions,
+               const i64* slots, int row_chunks, int num_steps) {
+  wait_for_previous_kernels();
+  let_next_kernel_start();
+  const i64 stream = blockIdx.y, slot = slots[stream];
+  const int first = blockIdx.x * kThreads * kKeptPerThread + threadIdx.x;
+  uint4 held[kKeptPerThread];
+#pragma unroll
+  for (int i = 0; i < kKeptPerThread; i++)
+    if (first + i * kThreads < row_chunks)
+      held[i] = new_history[stream * row_chunks + first + i * kThreads];
+#pragma unroll
+  for (int i = 0; i < kKeptPerThread; i++)
+    if (first + i * kThreads < row_chunks) history[slot * row_chunks + first + i * kThreads] = held[i];
+  if (first == 0) atomicAdd(positions + slot, static_cast<unsigned long long>(num_steps));
+}
+
 // The last convolution, CHANNELS to one sample, and tanh. A group of lanes shares the channels of a
 // row and makes kRun samples one after another: a row is read once, and adds to the sums of the
 // seven samples that it reaches.

@@ -32,7 +32,8 @@ DEVICE u32 packed2(float2 v) {
   return *reinterpret_cast<u32*>(&halves);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+// Two CTAs are to fit an SM where their shared memory does.
+extern "C" __global__ void __launch_bounds__(kThreads, BN == 96 ? 512 / kThreads : 1)
     codec_unit(const __half* x, const __half* history, __half* new_history, const i64* slots,
                const __half* weight, const float* bias7, const float* bias1, const float* alpha0,
                const float* inverse0, const float* alpha1, const float* inverse1, const float* alpha2,
@@ -45,7 +46,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int tid = threadIdx.x, lane = tid % 32, first = blockIdx.x * BM;
   constexpr int kTiles = kFirstTiles + kLastTiles;
   const WeightStream weights{slabs.base, slabs.tiles, weight, kTiles, BN / 32, kTiles};
-  const int num_chunks = slabs.rows * (CB / 8);
 
   auto load_slab = [&](int block) {
     slabs.load(block % kSlabs, block * CB);
@@ -53,27 +53,24 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   };
   // A thread applies the snake to the chunks that it has copied itself, or to a part of them.
   auto apply_snake = [&](int block, int part, int num_parts) {
-    unsigned char* slab = slabs.memory + block % kSlabs * slabs.bytes;
-    for (int i = tid + part * kThreads; i < num_chunks; i += num_parts * kThreads) {
-      int row = i / (CB / 8), chunk = i % (CB / 8);
-      uint4* at = reinterpret_cast<uint4*>(slab + row * kSlabStride) + chunk;
-      uint4 bits = *at;
-      const __half2* halves = reinterpret_cast<const __half2*>(&bits);
-      float v[8];
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        float2 pair = __half22float2(halves[j]);
-        v[2 * j] = pair.x, v[2 * j + 1] = pair.y;
-      }
-      activate(v, kSnake, block * CB + chunk * 8, alpha0, inverse0);
+    const int column = block * CB + slabs.my_chunk() * 8;
+    float alpha[8], inverse[8];
+    load8(alpha, alpha0 + column), load8(inverse, inverse0 + column);
+    unsigned char* mine = slabs.memory + block % kSlabs * slabs.bytes + slabs.my_chunk() * 16;
+#pragma unroll 2
+    for (int row = slabs.my_row() + part * kRowsAtOnce; row < slabs.rows; row += num_parts * kRowsAtOnce) {
+      uint4* at = reinterpret_cast<uint4*>(mine + row * kSlabStride);
+      float v[8] = {};
+      add(v, *at);
+      snake(v, alpha, inverse);
       *at = packed(v);
     }
   };
 
   if (tid == 0) weights.start();
+  slabs.start(first, s, x, history, slots);
   wait_for_previous_kernels();
   let_next_kernel_start();
-  slabs.start(first, s, x, history, slots);
   load_slab(0);
   wait_copies<0>();
   apply_snake(0, 0, 1);
@@ -88,10 +85,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int k = 0; k < kFirstTiles; k++) {
     if (is_new_block) {
       __syncthreads();
-      if (block + 1 < kBlocks) load_slab(block + 1);
+      if (kBlocks > 1 && block + 1 < kBlocks) load_slab(block + 1);
       is_new_block = false;
     }
-    const int part = block + 1 < kBlocks ? tap - (kTaps - kParts) : -1;  // of the next slab
+    const int part = kBlocks > 1 && block + 1 < kBlocks ? tap - (kTaps - kParts) : -1;  // of the next slab
     weights.wait(k);
     u32 a[4][4];
 #pragma unroll
@@ -110,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < 4; i++) multiply(sums, a[i], step_address(weights.tile(k), i), i, lane);
     finish_products();
     weights.refill(k);
-    if (part >= 0) {
+    if (kBlocks > 1 && part >= 0) {
       wait_copies<0>();
       apply_snake(block - is_new_block + 1, part, kParts);
     }
@@ -148,17 +145,30 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
+  const int column = my_columns();
+  float bias[8], alpha[8] = {}, inverse[8] = {};
+  load8(bias, bias1 + column);
+  if (alpha2) load8(alpha, alpha2 + column), load8(inverse, inverse2 + column);
+  uint4 input[kPasses];
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass++) {
+    const int row = my_first_row() + pass * kOutAtOnce;
+    input[pass] = make_uint4(0, 0, 0, 0);
+    if (row < BM && first + row < num_rows)
+      input[pass] = *reinterpret_cast<const uint4*>(x + i64(first + row) * BN + column);
+  }
   float* staged = slabs.staged();
   stage(staged, sums);
   __syncthreads();
-  for (int i = tid; i < BM * (BN / 8); i += kThreads) {
-    int row = first + i / (BN / 8), column = i % (BN / 8) * 8;
-    if (row >= num_rows) break;
+#pragma unroll
+  for (int pass = 0; pass < kPasses; pass++) {
+    const int row = my_first_row() + pass * kOutAtOnce;
+    if (row >= BM || first + row >= num_rows) break;
     float v[8];
-    load8(v, staged + i / (BN / 8) * kSumStride + column);
-    add(v, bias1 + column), add(v, x + i64(row) * BN + column);
-    if (alpha2) activate(v, kSnake, column, alpha2, inverse2);
-    *reinterpret_cast<uint4*>(out + i64(row) * BN + column) = packed(v);
+    load8(v, staged + row * kSumStride + column);
+    add(v, bias), add(v, input[pass]);
+    if (alpha2) snake(v, alpha, inverse);
+    *reinterpret_cast<uint4*>(out + i64(first + row) * BN + column) = packed(v);
   }
-  write_history(first, s, x, history, new_history, slots);
+  write_history(first, s, x, history, new_history, slots, 0, 1);
 }
