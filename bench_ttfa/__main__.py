@@ -178,7 +178,11 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help='the rest of the line are options of the local "plosive serve"',
     )
     server.add_argument(
-        "--out", type=Path, default=report.RESULTS_DIR, help="directory of the JSON and the plot"
+        "--out",
+        type=Path,
+        default=report.RUNS_DIR,
+        help="directory of the JSON and the plot (default: bench_ttfa/runs, which git ignores; how "
+        "a record is filed: bench_ttfa/results/README.md)",
     )
 
 

@@ -146,12 +146,22 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", default="random:s2-pro", help="checkpoint directory or random:*")
-    parser.add_argument("--format", type=_formats, default=list(FORMATS), help=", ".join(FORMATS))
-    parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values")
-    parser.add_argument("--batch", type=_numbers, default=[1, 16, 64], help="streams at once")
-    parser.add_argument("--context", type=int, default=600, help="positions each stream reads")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--model", default="random:s2-pro", help="a checkpoint (default: random:s2-pro)"
+    )
+    parser.add_argument(
+        "--format", type=_formats, default=list(FORMATS), help=f"default: {','.join(FORMATS)}"
+    )
+    parser.add_argument(
+        "--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values (default: bf16)"
+    )
+    parser.add_argument(
+        "--batch", type=_numbers, default=[1, 16, 64], help="streams (default: 1,16,64)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=600, help="positions that each reads (default: 600)"
+    )
+    parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--json", type=Path, help="write everything here")
     parser.add_argument("--gate", type=Path, metavar="FILE", help="compare with a baseline")
     return parser

@@ -100,7 +100,7 @@ def host_table(level: dict[str, Any]) -> str:
         f"{level['name']}: {packets_per_s:.0f} packets/s, C50 {_share(level['c50'])}, "
         f"C100 {_share(level['c100'])}, worst gap p99 {gap['p99']:.0f} ms, max {gap['max']:.0f} ms, "
         f"step late p50 {late[0]:.2f} ms, p99 {late[1]:.2f} ms, "
-        f"clients valid: {'yes' if level['load_generation_valid'] else 'NO'}"
+        f"clients valid: {report.validity(level)}"
     )
     return "\n".join([head, *report.align(rows)])
 

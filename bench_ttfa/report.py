@@ -21,7 +21,7 @@ from bench_ttfa.waterfall import draw, stages, timelines
 from bench_ttfa.worker import TurnRecord
 from realtime.wire import PACKET_MS
 
-RESULTS_DIR = Path(__file__).resolve().parent / "results"
+RUNS_DIR = Path(__file__).resolve().parent / "runs"  # which git ignores; records are filed by hand
 _NO_SESSION = ("connection_failed", "refused_503")
 _BUSY_RATIO = 0.5
 _DISTRIBUTIONS = (
@@ -177,7 +177,7 @@ def _stats(values: list[float]) -> dict[str, float] | None:
 # ---------------------------------------------------------------------------- for people
 
 
-def write(summary: dict[str, Any], directory: Path = RESULTS_DIR) -> Path:
+def write(summary: dict[str, Any], directory: Path = RUNS_DIR) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{summary['stamp']}.json"
     path.write_text(_json(summary) + "\n")
@@ -320,6 +320,11 @@ def _host(level: dict[str, Any]) -> str:
 
 def _peak(each: dict[str, float] | None) -> str:
     return "-" if each is None else f"{each['max']:.0f}"
+
+
+def validity(level: dict[str, Any]) -> str:
+    """Whether the clients kept up, and if not, in what they did not."""
+    return "; ".join([_valid(level), *level["invalid_because"]])
 
 
 def _valid(level: dict[str, Any]) -> str:

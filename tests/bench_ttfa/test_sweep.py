@@ -118,6 +118,15 @@ def test_a_level_with_lagging_clients_is_not_valid() -> None:
     assert len(second["invalid_because"]) == 3
     assert second["errors"] == {"refused_503": 1}
     assert "NO" in report.text(report.summarize(result, "now"))
+    assert report.validity(first) == "yes"
+    assert report.validity(second) == "; ".join(["NO", *second["invalid_because"]])
+
+
+def test_runs_are_kept_out_of_the_record() -> None:
+    """Unless they are filed: `bench_ttfa/results/README.md`."""
+    root = Path(report.__file__).resolve().parents[1]
+    ignored = (root / ".gitignore").read_text("utf-8").split()
+    assert f"/{report.RUNS_DIR.relative_to(root)}/" in ignored
 
 
 def test_turns_of_the_ramp_count_as_load_but_are_not_measured() -> None:
