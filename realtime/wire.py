@@ -157,8 +157,12 @@ class SessionReady(_Message):
 
 
 class TurnStarted(_Message):
+    """The first packet comes next. What is known by then of `TurnMetrics.timeline_ms`, but in
+    milliseconds from the turn's first text, since its commit may still be to come."""
+
     type: Literal["turn.started"] = "turn.started"
     turn_id: TurnId
+    timeline_ms: dict[str, float] = {}
 
 
 class TurnText(_Message):

@@ -29,6 +29,9 @@ const session = new Session({
     turn.numPackets++;
     player.push(packet);
   },
+  "turn.started": ({ turn_id: id, timeline_ms: timelineMs }) => {
+    if (id === turn?.id) turn.begun = timelineMs ?? {};
+  },
   "turn.text": ({ turn_id: id, text, audio_ms: audioMs }) => {
     if (id === turn?.id) turn.marks.push({ text, audioMs });
   },

@@ -14,7 +14,8 @@ export class Turn {
     this.numPackets = 0;
     this.marks = []; // {text spoken by then, audioMs}
     this.stamps = {};
-    this.metrics = null;
+    this.begun = {}; // the server's stamps by its first packet, in ms from the first word
+    this.metrics = null; // its whole account, in the end
     this.receivedMs = 0;
     this.clock = { playedMs: 0, underruns: 0, starvedMs: 0 };
   }

@@ -12,11 +12,12 @@ const STAGES = [
 ];
 
 // Milliseconds on the page's clock; the server's stamps count from the commit, or without one from
-// the first word.
+// the first word; those that come before its account is complete, always from the first word.
 function timesOf(turn) {
   const times = { ...turn.stamps };
-  const originMs = times.commit ?? times.first_text;
-  for (const [name, ms] of Object.entries(turn.metrics?.timeline_ms ?? {})) {
+  const isComplete = turn.metrics !== null;
+  const originMs = isComplete ? (times.commit ?? times.first_text) : times.first_text;
+  for (const [name, ms] of Object.entries(turn.metrics?.timeline_ms ?? turn.begun)) {
     times[name] ??= originMs + ms;
   }
   return times;

@@ -27,7 +27,6 @@ from realtime.wire import (
     TextAppend,
     TurnCancel,
     TurnDone,
-    TurnStarted,
     Warn,
 )
 
@@ -207,11 +206,12 @@ class Conversation:
         if turn is None:
             return
         assert self._format is not None
-        if audio.packets and not turn.has_audio:
-            self._send(TurnStarted(turn_id=turn.turn_id))
+        is_first = not turn.has_audio
         playing_until_ns = self._turns.playing_until_ns(now_ns)
         packets = turn.take_audio(audio, self._format, playing_until_ns, now_ns)
         if packets:
+            if is_first:
+                self._send(turn.started_message())
             self._actions.append(SendAudio(turn.turn_id, packets))
         self._finish_if_over(turn, now_ns)
 
@@ -243,7 +243,7 @@ class Conversation:
     def _finish(self, turn: Turn, now_ns: int) -> None:
         self._turns.finish(turn, now_ns)
         if not turn.has_audio:
-            self._send(TurnStarted(turn_id=turn.turn_id))
+            self._send(turn.started_message())
         metrics = turn.metrics()
         if not metrics.num_frames:
             message = "the turn gave no audio: its text has nothing that can be spoken"

@@ -16,6 +16,7 @@ from realtime.wire import (
     EffectiveFormat,
     TurnCancelled,
     TurnMetrics,
+    TurnStarted,
     TurnText,
 )
 
@@ -202,11 +203,14 @@ class Turn:
             metrics=self.metrics(),
         )
 
+    def started_message(self) -> TurnStarted:
+        return TurnStarted(turn_id=self.turn_id, timeline_ms=self._timeline_ms(self._first_text_ns))
+
     def metrics(self) -> TurnMetrics:
         """So far; complete when the turn is over."""
         playback = self._playback
-        timeline_ms = self._timeline_ms()
         is_committed = self._committed_ns is not None
+        timeline_ms = self._timeline_ms(self._committed_ns if is_committed else self._first_text_ns)
         return TurnMetrics(
             num_samples=self._num_samples,
             num_packets=self._num_packets,
@@ -219,8 +223,7 @@ class Turn:
             worst_gap_ms=playback.worst_gap_ms if playback is not None else 0.0,
         )
 
-    def _timeline_ms(self) -> dict[str, float]:
-        origin_ns = self._first_text_ns if self._committed_ns is None else self._committed_ns
+    def _timeline_ms(self, origin_ns: int | None) -> dict[str, float]:
         if origin_ns is None:
             return {}
         ends_ns = {

@@ -25,7 +25,10 @@ async def test_the_keyboard_is_enough(devtools: str, tmp_path: Path) -> None:
         await page.press(" ")
         await wait(page, "isLoud()")
         assert await text_of(page, "speak") == "Interrupt"
+        hint = "document.getElementById('keys').innerText.split(/\\s+/).join(' ')"
+        assert await page.evaluate(hint) == "Ctrl Enter speaks Esc or Space interrupts"
         await page.evaluate("text.focus()")
+        assert await page.evaluate(hint) == "Ctrl Enter speaks Esc interrupts"
         await page.press(" ")  # typed, not obeyed
         assert (await page.evaluate("text.value.length")) == len(LONG_TEXT) + 1
         assert await text_of(page, "speak") == "Interrupt"

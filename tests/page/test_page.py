@@ -53,22 +53,27 @@ async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path:
         await page.press("Enter", CTRL)
         await wait(page, f"{bars} === 2")  # of what is known before the server has said anything
         assert list(await stages_ms(page)) == ["First word sent", "Text complete (commit)"]
+        engine.let(20)
+        await wait(page, f"{bars} === 8")  # of the server too, while it speaks
+        while_it_speaks = await stages_ms(page)
+        assert await text_of(page, "announcer") == "Speaking."
         engine.let_all()
         await wait(page, "textOf('announcer').startsWith('Finished')")
         at_ms = await stages_ms(page)
         assert await page.evaluate(bars) == len(at_ms)
-        assert list(at_ms) == [
-            "First word sent",
-            "Text complete (commit)",
-            "Prefill done",
-            "First step",
-            "First PCM",
-            "First packet sent",
-            "First packet here",
-            "First audible sample",
-        ]
-        stages = list(at_ms.values())
-        assert stages == sorted(stages)
+        for stages in (while_it_speaks, at_ms):
+            assert list(stages) == [
+                "First word sent",
+                "Text complete (commit)",
+                "Prefill done",
+                "First step",
+                "First PCM",
+                "First packet sent",
+                "First packet here",
+                "First audible sample",
+            ]
+            assert list(stages.values()) == sorted(stages.values())
+        assert at_ms == pytest.approx(while_it_speaks, abs=20.0)
 
 
 @needs_browser

@@ -43,7 +43,9 @@ def test_a_cancelled_turn_tells_its_stages(opened):
     opened.now_ns = 10 * MS
     opened.receive("text.append", turn_id=1, text="Hello there. This is a longer sentence. ")
     opened.now_ns = 30 * MS
-    opened.run(4)
+    started = opened.run(4)[0]
+    from_first_text = {"first_text": 0.0, "first_step": -5.0, "first_packet": 20.0}
+    assert (started.type, started.timeline_ms) == ("turn.started", from_first_text)
     opened.now_ns = 40 * MS
     opened.receive("turn.commit", turn_id=1)
     (cancelled,) = opened.receive("turn.cancel", turn_id=1)

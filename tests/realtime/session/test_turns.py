@@ -36,7 +36,7 @@ def test_a_turn_is_started_spoken_and_done(opened):
     assert metrics.num_samples == 24 * FRAME_SAMPLES and metrics.audio_ms == 24 * FRAME_MS
     assert metrics.server_ttfa_ms == 30.0
     expected = {"first_text": 0.0, "first_step": -95.0, "first_packet": 30.0}
-    assert metrics.timeline_ms == expected
+    assert metrics.timeline_ms == messages[0].timeline_ms == expected
 
 
 @pytest.mark.parametrize(
