@@ -49,7 +49,7 @@ async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path:
     engine.hold()
     bars = "[...document.querySelectorAll('#stages .bar')].filter((bar) => !bar.hidden).length"
     async with serving(tmp_path, engine) as served, opened(devtools, served) as page:
-        await write(page, "All of it at once.")
+        await write(page, "All of it at once, and more than the engine is let say for a start. " * 2)
         await page.press("Enter", CTRL)
         await wait(page, f"{bars} === 2")  # of what is known before the server has said anything
         assert list(await stages_ms(page)) == ["First word sent", "Text complete (commit)"]
