@@ -105,6 +105,34 @@ class GraphSet(Generic[Out]):
         return graph, result
 
 
+class Branch:
+    """Work beside the current stream's. Captured kernels that are launched one after the other start
+    before the ones before them have ended; a copy or an event between two of them would end that.
+
+    What it reads must live until `join`. Without CUDA, everything is done in its turn.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[None]:
+        """What is enqueued inside follows what the current stream has so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """What the current stream gets from here on follows all of it. A capture ends joined."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """An older graph that is collected while another one is captured makes the capture invalid."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from model.dual_ar import DualAR
 from model.frame_state import Frame, FrameState, Riders, StartWords
 from model.kv_cache import KVCache
-from ops.graphs import GraphSet, Progress, bucket_sizes
+from ops.graphs import Branch, GraphSet, Progress, bucket_sizes
 from realtime.pingpong.device import DECODE_PRIORITY, Event, Upload, host_buffer
 from realtime.pingpong.prefill_rows import Piece, RowInput
 
@@ -69,6 +69,7 @@ class FrameRunner:
         self._ends = self._is_end.numpy()  # reading it gives the GIL to nobody
         self._chosen = Event(device, is_external=True)
         self._in_tail = Event(device, is_external=True)
+        self._beside = Branch(device)
         self._is_captured = False
         self._upload_slots = Upload(8 * num_slots, device)
         self._upload_starts = Upload(_MAX_START_BYTES * num_slots, device)
@@ -153,15 +154,22 @@ class FrameRunner:
         riders = Riders(
             given.rows[:num_riders], given.slots[:num_riders], given.positions[:num_riders]
         )
-        return self._model.decode_frame(
+        frame = self._model.decode_frame(
             self.state,
             self._slots[:batch],
             self._cache,
             self._publish_ends,
-            self._in_tail.record,
+            self._mark_tail,
             riders if num_riders else None,
         )
+        self._beside.join()
+        return frame
 
     def _publish_ends(self, is_end: Tensor) -> None:
-        self._is_end[: len(is_end)].copy_(is_end, non_blocking=True)
-        self._chosen.record()
+        with self._beside.begin():
+            self._is_end[: len(is_end)].copy_(is_end, non_blocking=True)
+            self._chosen.record()
+
+    def _mark_tail(self) -> None:
+        with self._beside.begin():
+            self._in_tail.record()

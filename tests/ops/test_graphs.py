@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from ops.graphs import GraphSet, _no_garbage_collection, bucket_sizes
+from ops.graphs import Branch, GraphSet, _no_garbage_collection, bucket_sizes
 
 
 @pytest.mark.parametrize("max_size", [1, 2, 3, 7, 16, 17, 64, 65, 100, 512])
@@ -60,3 +60,39 @@ def test_a_captured_set_replays_what_the_call_does():
     for size in (4, 8, 1, 4):
         source.copy_(torch.randn(8, 64, device=device))
         assert torch.equal(graphs(size), run(size))
+
+
+def test_without_cuda_a_branch_runs_in_its_turn():
+    branch, done = Branch(torch.device("cpu")), []
+    with branch.begin():
+        done.append("beside")
+    branch.join()
+    assert done == ["beside"]
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_a_captured_branch_follows_what_was_before_it_and_joins():
+    """Its copies see what the kernels before it wrote, and are over when the graph is."""
+    device = torch.device("cuda")
+    branch, source = Branch(device), torch.zeros(1 << 22, device=device)
+    copies = [torch.empty(source.shape, pin_memory=True) for _ in range(2)]
+
+    def run(_size: int) -> torch.Tensor:
+        kept = []
+        for copy in copies:
+            kept.append((kept[-1] if kept else source) * 2 + 1)
+            with branch.begin():
+                copy.copy_(kept[-1], non_blocking=True)
+        last = kept[-1].sin()
+        branch.join()
+        kept.append(last)
+        return torch.cat(kept)
+
+    graphs = GraphSet(device, run, [1])
+    graphs.capture()
+    for value in (3.0, -5.0):
+        source.fill_(value)
+        graphs(1)
+        torch.cuda.synchronize()
+        assert [copy.unique().tolist() for copy in copies] == [[2 * value + 1], [4 * value + 3]]
