@@ -49,11 +49,11 @@ async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path:
     engine.hold()
     bars = "[...document.querySelectorAll('#stages .bar')].filter((bar) => !bar.hidden).length"
     async with serving(tmp_path, engine) as served, opened(devtools, served) as page:
-        await write(page, "All of it at once, and more than the engine is let say for a start. " * 2)
+        await write(page, "All of it at once and more than the engine is let say at first.")
         await page.press("Enter", CTRL)
         await wait(page, f"{bars} === 2")  # of what is known before the server has said anything
         assert list(await stages_ms(page)) == ["First word sent", "Text complete (commit)"]
-        engine.let(20)
+        engine.let(10)
         await wait(page, f"{bars} === 8")  # of the server too, while it speaks
         while_it_speaks = await stages_ms(page)
         assert await text_of(page, "announcer") == "Speaking."
@@ -61,19 +61,19 @@ async def test_the_waterfall_shows_every_stage_in_order(devtools: str, tmp_path:
         await wait(page, "textOf('announcer').startsWith('Finished')")
         at_ms = await stages_ms(page)
         assert await page.evaluate(bars) == len(at_ms)
-        for stages in (while_it_speaks, at_ms):
-            assert list(stages) == [
-                "First word sent",
-                "Text complete (commit)",
-                "Prefill done",
-                "First step",
-                "First PCM",
-                "First packet sent",
-                "First packet here",
-                "First audible sample",
-            ]
-            assert list(stages.values()) == sorted(stages.values())
-        assert at_ms == pytest.approx(while_it_speaks, abs=20.0)
+        assert list(at_ms) == [
+            "First word sent",
+            "Text complete (commit)",
+            "Prefill done",
+            "First step",
+            "First PCM",
+            "First packet sent",
+            "First packet here",
+            "First audible sample",
+        ]
+        stages = list(at_ms.values())
+        assert stages == sorted(stages)
+        assert at_ms == pytest.approx(while_it_speaks, abs=20.0)  # of clocks that are set anew
 
 
 @needs_browser
