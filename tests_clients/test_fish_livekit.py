@@ -76,6 +76,7 @@ async def test_turns_on_one_socket(tmp_path: Path) -> None:
     text = " ".join("".join(SENTENCES).split())
     assert spoken(engine) == " ".join([text] * 3)
     seconds = sum(len(sentence) // 2 for sentence in SENTENCES) * 0.04
+    assert len(collected) == 3
     for metrics in collected:
         assert 0 < metrics.ttfb < metrics.duration
         assert not metrics.cancelled

@@ -110,7 +110,9 @@ async def test_stream_websocket(tmp_path: Path) -> None:
         assert spoken(engine) == " ".join(["".join(SENTENCES)] * 3)
 
 
-async def test_an_iterator_that_is_left_frees_the_slot(tmp_path: Path) -> None:
+async def test_an_iterator_that_is_left_frees_the_slot_and_nothing_stale_follows(
+    tmp_path: Path,
+) -> None:
     engine = make_engine(tmp_path)
     engine.hold()
     engine.let(3)
@@ -120,6 +122,10 @@ async def test_an_iterator_that_is_left_frees_the_slot(tmp_path: Path) -> None:
         with contextlib.suppress(BaseExceptionGroup):  # its library groups the GeneratorExit
             await chunks.aclose()
         await served.until_free()
+        engine.let_all()
+        engine.emitted.clear()
+        chunks = client.tts.stream_websocket(async_pieces(), config=PCM)
+        check_pcm(b"".join([chunk async for chunk in chunks]), engine)
 
 
 async def test_references(tmp_path: Path) -> None:
