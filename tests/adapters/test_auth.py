@@ -344,10 +344,9 @@ async def test_an_address_is_what_somebody_has(
 ) -> None:
     """Whoever has one of IPv6 has a network of them."""
     options = {"max_sessions_per_client": 1, "trusted_proxies": "127.0.0.1"}
-    async with serving(tmp_path, **options) as served:
-        async with served.connect(**forwarded_for(mine)):
-            assert (await socket_status(served, **forwarded_for(also_mine)))[0] == 429
-            assert (await socket_status(served, **forwarded_for(anothers)))[0] == 101
+    async with serving(tmp_path, **options) as served, served.connect(**forwarded_for(mine)):
+        assert (await socket_status(served, **forwarded_for(also_mine)))[0] == 429
+        assert (await socket_status(served, **forwarded_for(anothers)))[0] == 101
 
 
 def forwarded_for(addresses: str) -> dict[str, Any]:

@@ -86,6 +86,14 @@ async def test_prefill_at_start(tmp_path: Path) -> None:
         await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(OpenSlot)))
 
 
+async def test_a_flush_speaks_what_is_no_sentence_yet(tmp_path: Path) -> None:
+    async with serving(tmp_path, auto_flush_ms=0) as served, live(served) as fish:
+        await fish.start(text="and then")
+        await fish.send("flush")
+        assert (await fish.until("audio"))["audio"]
+        assert spoken(served.engine) == "and then"
+
+
 async def test_an_empty_flush_is_not_heard(tmp_path: Path) -> None:
     """Also one that ends a reply on a socket that never stops: the next reply follows."""
     engine = make_engine(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from realtime.adapters.fish import TIMESTAMPS_PATH
 from realtime.adapters.fish_live import Speech
 from realtime.pingpong.messages import CancelTurn, EndTurn, OpenSlot
 from tests.adapters.fish_support import LIVE, TEXT, assert_same, live, pcm_of, spoken
@@ -125,6 +126,15 @@ async def test_a_bad_start(tmp_path: Path, request_: dict[str, Any], message: st
         await fish.send("stop")
         await fish.until_finish()
         assert "not spoken" not in spoken(served.engine)
+
+
+async def test_an_error_with_timestamps_is_an_event_of_its_own_as_well(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, live(served, TIMESTAMPS_PATH) as fish:
+        await fish.start(reference_id="nobody")
+        error, finish = await fish.next(), await fish.next()
+        assert error == {"event": "error", "error": finish["message"]}
+        assert (finish["event"], finish["reason"]) == ("finish", "error")
+        assert "there is no voice" in finish["message"]
 
 
 async def test_garbage(tmp_path: Path) -> None:
