@@ -13,7 +13,7 @@ import pytest
 
 from realtime.pingpong.messages import OpenSlot, SetText
 from tests.adapters.fish_support import TEXT, assert_same, decode, pcm_of
-from tests.realtime.support import make_engine, serving
+from tests.realtime.support import TIMEOUT_S, make_engine, serving
 from tests.realtime.test_voices import clip
 
 TTS, STREAM = "/v1/tts", "/v1/tts/stream/with-timestamp"
@@ -262,9 +262,18 @@ async def test_bodies(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- many, and leaving
 
 
-async def test_many_clients_and_few_slots(tmp_path: Path) -> None:
-    async with serving(tmp_path) as served, served.http() as http:
-        responses = await asyncio.gather(*(tts(http, format="pcm") for _ in range(60)))
+async def test_300_at_once_are_served_or_refused(tmp_path: Path) -> None:
+    limits = httpx.Limits(max_connections=300)
+    async with (
+        serving(tmp_path, make_engine(tmp_path, num_slots=4)) as served,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{served.port}",
+            trust_env=False,
+            limits=limits,
+            timeout=TIMEOUT_S,
+        ) as http,
+    ):
+        responses = await asyncio.gather(*(tts(http, format="pcm") for _ in range(300)))
         by_status = {response.status_code for response in responses}
         assert by_status <= {200, 503} and 200 in by_status
         sizes = {len(r.content) for r in responses if r.status_code == 200}
