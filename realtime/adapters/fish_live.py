@@ -200,10 +200,13 @@ class LiveSocket:
             return
         speech.has_unflushed = False
         await self._session.flush(speech.turn_id)
-        if speech.num_chars > _LONG_TURN_CHARS and not self._is_closing:
+        if speech.num_chars > _LONG_TURN_CHARS:
             await self._next_turn(speech)
 
     async def _next_turn(self, speech: Speech) -> None:
+        """Unless the session is closing: it would refuse the turn, and fail what was said before."""
+        if self._is_closing:
+            return
         await self._session.commit(speech.turn_id)
         speech.open_turn(self._take_turn_id())
 

@@ -13,7 +13,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from realtime.adapters.fish import TIMESTAMPS_PATH
 from realtime.adapters.fish_live import Speech
-from realtime.pingpong.messages import CancelTurn, EndTurn, OpenSlot
+from realtime.hub import State
+from realtime.pingpong.messages import CancelTurn, EndTurn, OpenSlot, SetText
 from tests.adapters.fish_support import LIVE, TEXT, assert_same, live, pcm_of, spoken
 from tests.realtime.support import make_engine, serving
 
@@ -214,6 +215,24 @@ async def test_a_draining_server_finishes_what_is_stopped(tmp_path: Path) -> Non
         with pytest.raises(ConnectionClosed) as closed:
             await fish.next()
         assert closed.value.rcvd is not None and closed.value.rcvd.code == 1001
+
+
+async def test_a_flush_while_the_server_drains_begins_nothing_new(tmp_path: Path) -> None:
+    """Frameworks flush once more at the end of a reply."""
+    engine = make_engine(tmp_path)
+    engine.hold()
+    async with serving(tmp_path, engine, drain_s=10.0) as served, live(served) as fish:
+        await fish.start(text=TEXT)
+        await asyncio.to_thread(engine.wait_until, lambda: bool(engine.seen(SetText)))
+        served.server.stop()
+        for _ in range(200):  # steps of the loop, until the socket's task knows it
+            await asyncio.sleep(0)
+        assert served.hub.state is State.DRAINING
+        await fish.send("flush")
+        await fish.send("flush")
+        await fish.send("stop")
+        engine.let_all()
+        assert_same(pcm_of(await fish.until_finish()), engine.pcm(0, 1), 24_000, 24_000)
 
 
 async def test_refused_before_the_upgrade(tmp_path: Path) -> None:
