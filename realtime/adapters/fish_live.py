@@ -246,7 +246,7 @@ class LiveSocket:
         match item:
             case AudioPacket():
                 self._add_to_batch(item)
-                if not self._session.num_waiting or len(self._batch) == _MAX_BATCH:
+                if len(self._batch) == _MAX_BATCH:
                     await self._send_batch()
             case TurnText():
                 speech = self._speech_of(item.turn_id)
@@ -258,6 +258,8 @@ class LiveSocket:
                 await self._finish_turn(item.turn_id)
             case SessionClosing():
                 self._is_closing = True
+        if not self._session.num_waiting:  # whatever came last
+            await self._send_batch()
 
     def _add_to_batch(self, packet: AudioPacket) -> None:
         if packet.turn_id != self._batch_turn_id:
