@@ -15,7 +15,7 @@ from clients.link import Link, open_link
 from clients.protocol import ClientProtocol, SessionEvent
 from clients.reconnect import Attempts, Reconnect
 from clients.turn import MAX_BUFFERED_EVENTS, Speech, TextSource, Turn
-from realtime.errors import ConnectionFailed, PlosiveError
+from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
 from realtime.wire import (
     AudioFormat,
     EffectiveFormat,
@@ -127,7 +127,8 @@ class Session:
         sampling: Sampling | None = None,
         max_lead_ms: int | None = None,
     ) -> SessionReady:
-        """Change what the next turn uses; what is left out stays.
+        """Change what the next turn uses; what is left out stays. Where the connection is lost and
+        opened again meanwhile, it is asked for there.
 
         Raises:
             VoiceError: no such voice; the session goes on with the old one.
@@ -136,12 +137,20 @@ class Session:
         update = SessionUpdate(
             voice=voice, prompt=prompt, sampling=sampling, max_lead_ms=max_lead_ms
         )
-        link = await self._open_channel()
-        self.ready = await link.ask(encode(update))
+        self.ready = await self._ask(encode(update))
         changes = {field: getattr(update, field) for field in update.model_fields_set - {"type"}}
         kept = {field: value for field, value in changes.items() if value is not None}
         self._start = self._start.model_copy(update=kept)
         return self.ready
+
+    async def _ask(self, frame: str) -> SessionReady:
+        while True:
+            link = await self._open_channel()
+            try:
+                return await link.ask(frame)
+            except ConnectionLost:
+                if not self._is_reopening:
+                    raise
 
     async def close(self) -> None:
         """Let the server finish what is committed, then close. Turns deliver until they end."""

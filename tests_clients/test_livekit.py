@@ -23,6 +23,7 @@ from livekit.agents.metrics import TTSMetrics
 from livekit.agents.types import USERDATA_TIMED_TRANSCRIPT
 from livekit.agents.voice import io
 
+from clients import Reconnect
 from clients.adapters.livekit import TTS
 from realtime.wire import (
     Error,
@@ -131,6 +132,26 @@ async def test_another_voice_from_the_next_stream_on() -> None:
         await spoken(speech, "Two.")
     updates = [message for message in server.received if isinstance(message, SessionUpdate)]
     assert [update.voice for update in updates] == ["bob"]
+
+
+async def test_another_voice_is_kept_though_the_connection_is_lost() -> None:
+    """With or without a connection that is opened again by itself."""
+
+    async def script(peer: Peer) -> None:
+        if len(server.peers) > 1:
+            return await speaker(peer)
+        await peer.accept()
+        await peer.expect(SessionUpdate)
+        await peer.socket.close(1012)
+
+    for policy in (Reconnect(initial_delay_s=0.0), Reconnect(max_attempts=0)):
+        options = {"reconnect": policy}
+        async with scripted_server(script) as server, plugin(server.url, options=options) as speech:
+            await speech.session()
+            speech.update_options(voice="bob")
+            await spoken(speech, "Two.")
+            asked = [getattr(message, "voice", None) for message in server.peers[1].received]
+            assert "bob" in asked
 
 
 def barge_in(cancel_arrived: asyncio.Event):

@@ -1,11 +1,12 @@
 """One session for all that an agent says: its voice stays prefilled between the replies."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Unpack
 
 from clients.reconnect import Reconnect
 from clients.session import ConnectOptions, Session, connect
+from realtime.errors import ConnectionLost
 
 
 class SharedSession:
@@ -44,7 +45,8 @@ class SharedSession:
         """For the next turn, and for every session from now on. Raises like `Session.update`."""
         async with self._lock:
             if self._session is not None and not self._session.has_ended and voice is not None:
-                await self._session.update(voice=voice)
+                with suppress(ConnectionLost):  # the next session begins with it
+                    await self._session.update(voice=voice)
             self._options["voice"] = voice
 
     async def close(self) -> None:

@@ -139,6 +139,34 @@ async def test_what_was_updated_is_started_with() -> None:
     assert server.peers[1].received[0] == SessionStart(voice="bob", prompt="calm")
 
 
+async def test_an_update_during_which_the_connection_is_lost_is_asked_for_again() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(SessionUpdate)
+        await peer.socket.close(1012)
+
+    async with (
+        scripted_server(in_order(script, talker)) as server,
+        connect(server.url, voice="ann", reconnect=AT_ONCE) as session,
+    ):
+        ready = await session.update(voice="bob")
+        assert (ready.voice, session.num_reconnects) == ("bob", 1)
+        assert [packet async for packet in session.say("two")]
+    start, update, *_ = server.peers[1].received
+    assert (start.voice, update) == ("ann", SessionUpdate(voice="bob"))
+
+
+async def test_without_the_option_an_update_fails_with_the_connection() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(SessionUpdate)
+        await peer.socket.close(1012)
+
+    async with scripted_server(script) as server, connect(server.url) as session:
+        with pytest.raises(ConnectionLost):
+            await session.update(voice="bob")
+
+
 async def test_without_the_option_nothing_is_opened_again() -> None:
     async with scripted_server(drop_first) as server, connect(server.url) as session:
         for _ in range(2):
