@@ -139,10 +139,11 @@ async def test_another_voice_is_kept_though_the_connection_is_lost() -> None:
 
     async def script(peer: Peer) -> None:
         if len(server.peers) > 1:
-            return await speaker(peer)
-        await peer.accept()
-        await peer.expect(SessionUpdate)
-        await peer.socket.close(1012)
+            await speaker(peer)
+        else:
+            await peer.accept()
+            await peer.expect(SessionUpdate)
+            await peer.socket.close(1012)
 
     for policy in (Reconnect(initial_delay_s=0.0), Reconnect(max_attempts=0)):
         options = {"reconnect": policy}

@@ -15,6 +15,7 @@ from websockets.asyncio.client import connect as ws_connect
 from websockets.exceptions import InvalidStatus
 
 from realtime import hub, wire
+from realtime.adapters.fish_request import parse_request
 from realtime.auth import ApiKeys
 from realtime.config import ConfigError, ServerConfig
 from realtime.errors import HTTP_STATUS
@@ -203,6 +204,18 @@ async def test_prompts_and_references_on_a_socket_are_text_too(
             await fish.start(text=SHORT)
             await fish.send("stop")
             assert await fish.until_finish()
+
+
+def test_clips_that_are_not_spoken_with_cost_nothing() -> None:
+    one, two = {"audio": b"-", "text": "four"}, {"audio": b"-", "text": "sixsix"}
+    for fields, num_chars in (
+        ({}, 0),
+        ({"references": [one, two]}, 10),
+        ({"references": [[one, two], [one]]}, 14),
+        ({"references": [one], "reference_id": "anna"}, 0),
+        ({"references": [one], "reference_id": ""}, 4),
+    ):
+        assert parse_request(fields).num_reference_chars == num_chars, fields
 
 
 async def test_a_prompt_that_is_ignored_costs_nothing(
