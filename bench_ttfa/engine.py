@@ -15,6 +15,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,11 +100,16 @@ class Probe:
     def _wrap(self, owner: Any, name: str, kind: str, size: Callable[..., int]) -> None:
         call = getattr(owner, name)
 
-        def timed(*args: Any) -> Any:
-            begun = self._mark()
-            result = call(*args)
+        def timed(*args: Any, is_urgent: bool = True) -> Any:
+            options = {"is_urgent": is_urgent} if kind == "codec" else {}
+            scope = nullcontext() if is_urgent else owner.bulk_scope  # the stream that runs it
+            with scope:
+                begun = self._mark()
+            result = call(*args, **options)
+            with scope:
+                over = self._mark()
             has_riders = kind == "decode" and bool(args[1])
-            self._calls.append((kind, size(*args), begun, self._mark(), has_riders))
+            self._calls.append((kind, size(*args), begun, over, has_riders))
             return result
 
         setattr(owner, name, timed)

@@ -4,13 +4,16 @@ A call decodes the next T frames of some streams. Its codes never visit the host
 ring of frames on the device, and a call names slots and places in it. On CUDA a call is one graph;
 its PCM is copied into pinned memory that is used again when the call has been read.
 
+There are two lanes: calls that somebody waits for go before decode's work on the device, the others
+behind it, on a stream of their own. Two calls of one stream are never on their way at the same time.
+
 Every operation on a tensor gives the GIL away and has to get it back, so there are few of them here:
 views are made once, and what is uploaded has a fixed size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -19,10 +22,16 @@ from torch import Tensor
 
 from model.codec import Codec
 from ops.graphs import GraphSet, Progress, bucket_sizes
-from realtime.pingpong.device import VOCODE_PRIORITY, Event, host_buffer
+from realtime.pingpong.device import (
+    BULK_PRIORITY,
+    VOCODE_PRIORITY,
+    Event,
+    host_buffer,
+    stream_scope,
+)
 
 CHUNKS = (1, 2, 4, 8)  # frames of a stream per call
-MAX_CALLS = 2  # in flight: one that runs and one that follows it
+MAX_CALLS = 2  # of a lane in flight: one that runs and one that follows it
 MAX_CALL_FRAMES = 128  # of all streams, where a call has more than one of each: about 3 ms
 RING_FRAMES = 64  # of a slot that may wait
 _KEY = 16  # a graph's size is its streams * _KEY + frames of each
@@ -37,9 +46,11 @@ class Call:
         self._views: dict[torch.Size, tuple[Tensor, NDArray[np.float32]]] = {}
         self._copied = Event(device)
         self._pcm: NDArray[np.float32] = np.empty((0, 0), np.float32)
+        self.slots: frozenset[int] = frozenset()
 
-    def start(self, pcm: Tensor, num_streams: int) -> None:
-        """pcm f32 [B, N] (device) begins to be copied; the first rows are wanted."""
+    def start(self, pcm: Tensor, slots: list[int]) -> None:
+        """pcm f32 [B, N] (device), whose first rows are those of the slots, begins to be copied."""
+        self.slots, num_streams = frozenset(slots), len(slots)
         if not pcm.is_cuda:
             self._pcm = pcm.numpy()
             return
@@ -53,6 +64,10 @@ class Call:
 
     def is_over(self) -> bool:
         return self._copied.is_over()
+
+    def wait_on_stream(self) -> None:
+        """Make the current stream wait for its end."""
+        self._copied.wait_on_stream()
 
     def wait(self) -> NDArray[np.float32]:
         """[B, N], valid until the next `start`; on the CPU for ever."""
@@ -91,6 +106,53 @@ class _Words:
             self._copied[self._turn].record()
 
 
+class _Lane:
+    """Calls that run one after the other: their graphs, and what those read."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        run: Callable[[Tensor, int], Tensor],
+        batches: Mapping[int, list[int]],
+        named: _Words,
+        calls: list[Call],
+        dummy_slot: int,
+        priority: int,
+    ) -> None:
+        """`batches`: worth a graph, by frames of each stream; `dummy_slot`: of the padding."""
+        self.calls = calls  # not in flight
+        self._run = run
+        self._batches = batches
+        self._named = named
+        self._dummy_slot = dummy_slot
+        self._priority = priority
+        sizes = [batch * _KEY + chunk for chunk, sizes in batches.items() for batch in sizes]
+        self._graphs = GraphSet(device, lambda size: run(named.words, size), sizes)
+        self._is_captured = False
+        self.nbytes = 0
+
+    def capture(self, progress: Progress) -> None:
+        self._named.words.fill_(self._dummy_slot)
+        self._graphs.capture(progress, priority=self._priority)
+        self._is_captured = bool(self._graphs.sizes)
+        self.nbytes = self._graphs.nbytes
+
+    def start(self, slots: list[int], places: Sequence[int], chunk: int) -> Call:
+        """Enqueue a call on the current stream."""
+        batch, dummy = len(slots), self._dummy_slot
+        if self._is_captured:
+            batch = next(size for size in self._batches[chunk] if size >= batch)
+        words = self._named.begin()
+        words[: len(slots)], words[len(slots) : batch] = slots, dummy
+        words[dummy : dummy + len(places)] = places
+        words[dummy + len(places) : dummy + batch * chunk] = dummy * RING_FRAMES
+        self._named.send()
+        call, size = self.calls.pop(), batch * _KEY + chunk
+        pcm = self._graphs(size) if self._is_captured else self._run(self._named.words, size)
+        call.start(pcm, slots)
+        return call
+
+
 class CodecRunner:
     """One thread, the one that vocodes."""
 
@@ -111,20 +173,25 @@ class CodecRunner:
         self._codes = torch.zeros(
             (num_slots + 1) * RING_FRAMES, codec.num_codebooks, dtype=torch.int32, device=device
         )
-        max_frames = max(num_slots, MAX_CALL_FRAMES)
-        self._named = _Words(num_slots + max_frames, self.dummy_slot, device)  # slots, then places
         self._put = _Words(num_slots, self.place(self.dummy_slot, 0), device)
         self._fresh = _Words(num_slots, self.dummy_slot, device)
-        self._calls = [Call(max_frames, codec, device) for _ in range(MAX_CALLS)]
-        self._batches = {chunk: bucket_sizes(self.max_streams(chunk)) for chunk in chunks}
-        sizes = [batch * _KEY + chunk for chunk, sizes in self._batches.items() for batch in sizes]
-        self._graphs = GraphSet(device, self._run, sizes)
-        self._is_captured = False
+        max_frames = max(num_slots, MAX_CALL_FRAMES)
+        batches = {chunk: bucket_sizes(self.max_streams(chunk)) for chunk in chunks}
+
+        def lane(priority: int) -> _Lane:
+            named = _Words(num_slots + max_frames, self.dummy_slot, device)  # slots, then places
+            calls = [Call(max_frames, codec, device) for _ in range(MAX_CALLS)]
+            return _Lane(device, self._run, batches, named, calls, self.dummy_slot, priority)
+
+        self._urgent, self._bulk = lane(VOCODE_PRIORITY), lane(BULK_PRIORITY)
+        self.bulk_scope = stream_scope(device, BULK_PRIORITY)
+        self._bulk_calls: list[Call] = []  # in flight
+        self._enqueued = Event(device)
 
     @property
     def graph_bytes(self) -> int:
         """Device memory of the graphs."""
-        return self._graphs.nbytes
+        return self._urgent.nbytes + self._bulk.nbytes
 
     @property
     def state_bytes(self) -> int:
@@ -132,9 +199,8 @@ class CodecRunner:
         tensors = self._codec.state_tensors(self._state)
         return sum(tensor.nbytes for tensor in tensors)
 
-    @property
-    def can_call(self) -> bool:
-        return bool(self._calls)
+    def can_call(self, *, is_urgent: bool) -> bool:
+        return bool((self._urgent if is_urgent else self._bulk).calls)
 
     def max_streams(self, chunk: int) -> int:
         """Of one call with so many frames of each."""
@@ -142,9 +208,8 @@ class CodecRunner:
 
     def capture(self, progress: Progress) -> None:
         """Capture every size (CUDA only). No stream may be running."""
-        self._named.words.fill_(self.dummy_slot)
-        self._graphs.capture(progress, priority=VOCODE_PRIORITY)
-        self._is_captured = bool(self._graphs.sizes)
+        self._urgent.capture(progress)
+        self._bulk.capture(progress)
 
     def place(self, slot: int, frame: int) -> int:
         """Where a slot's frame waits, counted since its stream began."""
@@ -152,6 +217,9 @@ class CodecRunner:
 
     def begin(self, slots: list[int]) -> None:
         """Streams start again."""
+        for call in self._bulk_calls:
+            if not call.slots.isdisjoint(slots):
+                call.wait_on_stream()
         self._fresh.begin()[: len(slots)] = slots
         self._fresh.send()
         self._codec.reset_state(self._state, self._fresh.words[: len(slots)])
@@ -167,30 +235,32 @@ class CodecRunner:
         rows = self._put.words if is_full else self._put.words[: len(codes)]
         self._codes.index_copy_(0, rows, codes)
 
-    def call(self, slots: list[int], places: Sequence[int], chunk: int) -> Call:
-        """Enqueue the decoding of `chunk` frames of each slot, from places [slot, frame]. `done`
-        gives the call back."""
+    def call(
+        self, slots: list[int], places: Sequence[int], chunk: int, *, is_urgent: bool = True
+    ) -> Call:
+        """Enqueue the decoding of `chunk` frames of each slot, from places [slot, frame], of slots
+        that no other call on its way has. `done` gives the call back."""
         assert len(places) == len(slots) * chunk and chunk <= self.max_chunk, (slots, places)
-        batch = len(slots)
-        if self._is_captured:
-            batch = next(size for size in self._batches[chunk] if size >= batch)
-        words, first = self._named.begin(), self.dummy_slot
-        words[: len(slots)], words[len(slots) : batch] = slots, self.dummy_slot
-        words[first : first + len(places)] = places
-        words[first + len(places) : first + batch * chunk] = self.place(self.dummy_slot, 0)
-        self._named.send()
-        call, size = self._calls.pop(), batch * _KEY + chunk
-        pcm = self._graphs(size) if self._is_captured else self._run(size)
-        call.start(pcm, len(slots))
+        assert all(call.slots.isdisjoint(slots) for call in self._bulk_calls), slots
+        if is_urgent:
+            return self._urgent.start(slots, places, chunk)
+        self._enqueued.record()
+        with self.bulk_scope:
+            self._enqueued.wait_on_stream()
+            call = self._bulk.start(slots, places, chunk)
+        self._bulk_calls.append(call)
         return call
 
     def done(self, call: Call) -> None:
         """The call's PCM has been read."""
-        self._calls.append(call)
+        if call in self._bulk_calls:
+            self._bulk_calls.remove(call)
+            self._bulk.calls.append(call)
+        else:
+            self._urgent.calls.append(call)
 
-    def _run(self, size: int) -> Tensor:
+    def _run(self, words: Tensor, size: int) -> Tensor:
         (batch, chunk), first = divmod(size, _KEY), self.dummy_slot
-        words = self._named.words
         slots, places = words[:batch], words[first : first + batch * chunk]
         codes = self._codes.index_select(0, places).view(batch, chunk, -1).transpose(1, 2)
         return self._codec.decode_stream(codes, self._state, slots)

@@ -21,7 +21,14 @@ from realtime.pingpong.device import DECODE_PRIORITY, Event, stream_scope
 from realtime.pingpong.frames import FrameRunner
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import SlotRef
-from realtime.pingpong.pacing import Candidate, ClockTable, pause_ns, rows_to_run
+from realtime.pingpong.pacing import (
+    Candidate,
+    ClockTable,
+    Rider,
+    pause_ns,
+    riders_to_board,
+    rows_to_run,
+)
 from realtime.pingpong.prefill_rows import Piece
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.step_times import StepTimes
@@ -36,8 +43,14 @@ class _Stream:
 
     join: Join
     riders: Piece | None = None  # prompt rows that its first step takes along
+    has_room: bool = False  # for them, which others cannot have
+    joined_ns: int = 0
     num_launched: int = 0
     num_frames: int = 0  # drained, without the end frame
+
+    @property
+    def num_riders(self) -> int:
+        return self.riders.num_rows if self.riders else 0
 
     @property
     def key(self) -> tuple[SlotRef, int, int]:
@@ -103,7 +116,8 @@ class DecodeLoop:
             self._admit(self._arriving)
             self._arriving = []
             runnable = self._runnable(time.perf_counter_ns())
-        launched = self._launch(runnable) if runnable else None
+        boarding = self._boarding(runnable)
+        launched = self._launch(boarding) if boarding else None
         if self._in_order and launched is not None:
             launched.stepped.wait_on_host()
             self._drain(launched)
@@ -157,7 +171,9 @@ class DecodeLoop:
             )
             state = self.frames.state
             starts.append(state.start_words(join.slot.idx, join.row, join.position, sampling))
-            self._streams[join.slot.idx] = _Stream(join, join.riders)
+            self._streams[join.slot.idx] = _Stream(
+                join, join.riders, join.riders is not None, joined_ns=time.perf_counter_ns()
+            )
         if starts:
             self.frames.start(starts)
 
@@ -176,6 +192,24 @@ class DecodeLoop:
             bucket_of=self.frames.size_for,
         )
         return [ready[i] for i in chosen]
+
+    def _boarding(self, runnable: list[_Stream]) -> list[_Stream]:
+        """Those that take part in the next step. Who is paused keeps no room for its riders."""
+        waiting = {idx for idx, stream in self._streams.items() if stream.riders}
+        if not waiting:
+            return runnable
+        riders = [stream for stream in runnable if stream.riders]
+        for idx in waiting - {stream.join.slot.idx for stream in riders}:
+            self._give_up_room(self._streams[idx])
+        now_ns = time.perf_counter_ns()
+        chosen = riders_to_board(
+            [Rider(stream.num_riders, now_ns - stream.joined_ns) for stream in riders],
+            # In order, that the same streams make up every step must not depend on time.
+            0 if self._in_order else len(runnable) - len(riders),
+            max_rows=self.frames.max_riders,
+        )
+        boarding = {riders[i].join.slot.idx for i in chosen}
+        return [s for s in runnable if not s.riders or s.join.slot.idx in boarding]
 
     def _candidate(self, stream: _Stream, now_ns: int) -> Candidate:
         join = stream.join
@@ -219,8 +253,13 @@ class DecodeLoop:
 
     def _take_riders(self, stream: _Stream) -> None:
         """They are launched, or wanted no more."""
-        self.num_ridden += stream.riders.num_rows if stream.riders else 0
+        self._give_up_room(stream)
         stream.riders = None
+
+    def _give_up_room(self, stream: _Stream) -> None:
+        if stream.has_room:
+            self.num_ridden += stream.num_riders
+        stream.has_room = False
 
     def _row(self, stream: _Stream, now_ns: int) -> StepRow:
         join = stream.join

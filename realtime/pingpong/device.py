@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 # Of streams and of the graphs captured for them; lower goes first. Decode fills the device frame
-# after frame, so what is short and waited for, PCM and prefill, has to come before it.
-VOCODE_PRIORITY, PREFILL_PRIORITY, DECODE_PRIORITY = -3, -2, -1
+# after frame, so what is short and waited for, PCM and prefill, has to come before it; PCM that nobody
+# waits for (bulk) comes behind.
+VOCODE_PRIORITY, PREFILL_PRIORITY, DECODE_PRIORITY, BULK_PRIORITY = -3, -2, -1, 0
 
 
 class Event:

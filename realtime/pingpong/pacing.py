@@ -10,7 +10,13 @@ from typing import NamedTuple
 from realtime.pingpong.messages import SlotRef
 
 _LEAST_LEAD_NS = 20_000_000  # what a call, the encoder and the socket may take; no chunk waits then
-_URGENT_LEAD_NS = 100_000_000
+_FAR_LEAD_NS = 50_000_000  # a call of the slow lane takes 13 ms, and another may be before it
+# Few short prompts cost a step what some more do: S2 Pro, bf16, H200, 64 streams 6.4 ms, with up to 64
+# rows of prompts 7.8, with up to 128 9.2. In a step's time one turn of 64 begins.
+RIDERS_WAIT_NS = 12_000_000
+_MANY_STREAMS = 32
+_TAIL_WAIT_NS = 8_000_000
+_MOST_MORE = 4  # frames beyond the largest chunk
 _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
 
 
@@ -84,6 +90,37 @@ def rows_to_run(
     return sorted(by_deadline[: max(num_dry, bucket_of(num_dry))])
 
 
+class Rider(NamedTuple):
+    """A prompt that would ride with a stream's first step."""
+
+    num_rows: int
+    waited_ns: int
+
+
+def riders_to_board(riders: Sequence[Rider], num_others: int, *, max_rows: int) -> list[int]:
+    """Which prompts ride with the next step: the first ones, as far as there is room. Beside many
+    streams they wait a little until nobody else is likely to fit.
+
+    Args:
+        riders: of the streams that can run, in the order of their coming.
+        num_others: streams that can run besides.
+        max_rows: of prompts, in a step.
+
+    Returns:
+        Indices into `riders`, ascending.
+    """
+    chosen, num_left = [], max_rows
+    for i, rider in enumerate(riders):
+        if rider.num_rows <= num_left:
+            chosen.append(i)
+            num_left -= rider.num_rows
+    is_full = len(chosen) < len(riders) or num_left * len(riders) < max_rows - num_left
+    longest_ns = max((rider.waited_ns for rider in riders), default=0)
+    if is_full or num_others < _MANY_STREAMS or longest_ns >= RIDERS_WAIT_NS:
+        return chosen
+    return []
+
+
 def pause_ns(streams: Sequence[Candidate]) -> int | None:
     """Time until the first stream's lead is below its cap; None without streams."""
     return max(0, min(s.lead_ns - s.max_lead_ns for s in streams)) if streams else None
@@ -99,6 +136,26 @@ class Waiting(NamedTuple):
     is_tail: bool = (
         False  # the stream is over with them: a call may decode more, which mean nothing
     )
+    waited_ns: int = 0  # since the newest came
+
+
+def is_far_ahead(item: Waiting, max_chunk: int) -> bool:
+    """The slot can wait for its call, and that is as large as calls get."""
+    is_large = item.num_frames >= max_chunk or item.is_tail
+    return is_large and item.lead_ns >= _FAR_LEAD_NS
+
+
+def far_call_in_ns(waiting: Mapping[int, Waiting], max_chunk: int, enough: int) -> int:
+    """How long a call of slots that are far ahead is worth waiting for: until there are `enough` frames
+    of them all, unless somebody's turn waits for its end, or a slot falls behind."""
+    if sum(min(item.num_frames, max_chunk) for item in waiting.values()) >= enough:
+        return 0
+    if any(item.num_frames >= max_chunk + _MOST_MORE for item in waiting.values()):
+        return 0
+    return min(
+        _TAIL_WAIT_NS - item.waited_ns if item.is_tail else item.lead_ns - 2 * _FAR_LEAD_NS
+        for item in waiting.values()
+    )
 
 
 class CallPlan(NamedTuple):
@@ -109,7 +166,7 @@ class CallPlan(NamedTuple):
     chunk: int
     slots: list[int]
     due_in_ns: int | None
-    is_urgent: bool = False  # somebody has little to hear
+    is_urgent: bool = True  # somebody has little to hear
 
 
 def next_call(
@@ -142,12 +199,13 @@ def next_call(
         return CallPlan(0, [], min(waits) if waits else None)
     by_deadline = sorted(due, key=lambda slot: waiting[slot].lead_ns)
     first = by_deadline[0]
-    chunk, is_urgent = due[first], waiting[first].lead_ns < _URGENT_LEAD_NS
+    # Those far ahead take part in calls as large as calls get, with padding at the ends of their turns.
+    chunk = due[first] if waiting[first].lead_ns < _FAR_LEAD_NS else max(due.values())
     slots = [slot for slot in by_deadline if _fits(waiting[slot], due[slot], chunk)]
     if chunk < max_chunk:
         others = waiting.keys() - set(slots)
         slots += [slot for slot in others if _climbs(waiting[slot], chunk, max_chunk)]
-    return CallPlan(chunk, slots[: max_streams(chunk)], 0, is_urgent)
+    return CallPlan(chunk, slots[: max_streams(chunk)], 0)
 
 
 def _chunk_of(item: Waiting, max_chunk: int) -> tuple[int, int]:

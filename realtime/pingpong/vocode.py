@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from model.speech_model import SpeechModel
-from realtime.pingpong.codec_calls import RING_FRAMES, Call, CodecRunner
+from realtime.pingpong.codec_calls import MAX_CALL_FRAMES, RING_FRAMES, Call, CodecRunner
 from realtime.pingpong.device import VOCODE_PRIORITY, stream_scope
 from realtime.pingpong.handoff import Mailbox
 from realtime.pingpong.messages import (
@@ -31,7 +31,14 @@ from realtime.pingpong.messages import (
     SlotRef,
     TurnBegin,
 )
-from realtime.pingpong.pacing import CallPlan, PlaybackClock, Waiting, next_call
+from realtime.pingpong.pacing import (
+    CallPlan,
+    PlaybackClock,
+    Waiting,
+    far_call_in_ns,
+    is_far_ahead,
+    next_call,
+)
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
 
@@ -50,6 +57,7 @@ class _Voice:
     put_ns: int = 0  # when the last frame came, and how long it takes from one to the next
     interval_ns: int = 0
     num_in_flight: int = 0  # frames
+    is_urgent: bool = True  # those are
     turn: tuple[SlotRef, int] | None = None  # whose frames these are
     # Of that turn alone: its audio may be heard at once, whatever was said before it.
     clock: PlaybackClock = field(default_factory=PlaybackClock)
@@ -100,9 +108,13 @@ class VocodeLoop:
         self._free = free
         self._sink = sink
         self._voices = [_Voice(idx) for idx in range(num_slots)]
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: dict[bool, deque[_InFlight]] = {
+            True: deque(),
+            False: deque(),
+        }  # urgent or not
         self._frame_samples = model.codec.frame_samples
         self._may_pad = model.device.type == "cuda"  # elsewhere every frame costs the same
+        self._enough = MAX_CALL_FRAMES if self._may_pad else 1
         self._no_place = self.runner.place(self.runner.dummy_slot, 0)
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
         self.num_frames = 0
@@ -177,7 +189,9 @@ class VocodeLoop:
         else:
             voice.interval_ns += (gap_ns - voice.interval_ns) // 2
         voice.put_ns = now_ns
-        self._work_until(lambda: voice.num_put - voice.num_called < RING_FRAMES)
+        self._work_until(
+            lambda: voice.num_put - voice.num_called + voice.num_in_flight < RING_FRAMES
+        )
         voice.num_put += 1
         return self.runner.place(voice.idx, voice.num_put - 1)
 
@@ -215,39 +229,35 @@ class VocodeLoop:
         waited for."""
         begun_ns = time.perf_counter_ns()
         plan = self._plan()
-        while self._may_call(plan):
+        while plan.slots:
             self._call(plan)
             plan = self._plan()
         self.host_ns += time.perf_counter_ns() - begun_ns
         has_read = False
-        while self._in_flight and self._in_flight[0].call.is_over():
-            self._read_oldest()
-            has_read = True
-        if has_read or self._may_call(plan):  # frames behind an event may be due now
+        for lane in self._in_flight.values():
+            while lane and lane[0].call.is_over():
+                self._read_oldest(lane)
+                has_read = True
+        if has_read:  # frames behind an event may be due now
             return 0.0
-        if self._in_flight:
-            if not self._in_flight[0].plan.is_urgent:
-                return _POLL_S  # steps that come meanwhile may be urgent
-            self._read_oldest()
+        if self._in_flight[True]:
+            self._read_oldest(self._in_flight[True])
             return 0.0
+        if self._in_flight[False]:
+            return _POLL_S  # steps that come meanwhile may be urgent
         return None if plan.due_in_ns is None else plan.due_in_ns / 1e9 + 1e-4
 
     def _is_busy(self) -> bool:
         """A call runs that nobody waits for."""
-        if not self._in_flight or self._in_flight[0].plan.is_urgent:
-            return False
-        return not self._in_flight[0].call.is_over()
-
-    def _may_call(self, plan: CallPlan) -> bool:
-        """One call runs, and behind it only one that is urgent: it never waits for two."""
-        has_room = not self._in_flight or (plan.is_urgent and self.runner.can_call)
-        return bool(plan.slots) and has_room
+        lane = self._in_flight[False]
+        return bool(lane) and not self._in_flight[True] and not lane[0].call.is_over()
 
     def _work(self) -> bool:
         """Read a call, else make one, whatever waits; False if there is neither."""
-        if self._in_flight:
-            self._read_oldest()
-            return True
+        for lane in self._in_flight.values():
+            if lane:
+                self._read_oldest(lane)
+                return True
         plan = self._plan()
         if plan.slots:
             self._call(plan)
@@ -260,31 +270,55 @@ class VocodeLoop:
             assert has_worked or is_done(), self._voices
 
     def _plan(self) -> CallPlan:
+        """The next call that may be made now: of who needs it soon, else of those far ahead. Of the one
+        sort two are in flight at most, so that nobody waits for two; of the other one, so that frames
+        that come meanwhile are in the next."""
         now_ns = time.perf_counter_ns()
         voices = [voice for voice in self._voices if voice.queue]
         for voice in voices:
             self._drop_stale(voice)
-        waiting = {}
+        soon: dict[int, Waiting] = {}
+        far: dict[int, Waiting] = {}
         for voice in voices:
-            num_frames = voice.num_waiting
-            if num_frames:
-                head = voice.queue[0]
-                assert isinstance(head, StepRow), head
-                lead_ns = voice.clock.lead_ns(now_ns) + voice.num_in_flight * self._frame_ns
-                if head.first_frame + head.frame == 0:
-                    lead_ns = 0
-                is_last = len(voice.queue) > num_frames
-                is_tail = is_last and voice.is_over and self._may_pad
-                if is_tail:  # of the turn, not of a segment before the last one
-                    is_tail = num_frames == len(voice.queue) - voice.num_events
-                waiting[voice.idx] = Waiting(
-                    num_frames, lead_ns, is_last, voice.interval_ns, is_tail
-                )
+            item = self._waiting(voice, now_ns)
+            # What is in flight of a stream is in one lane: so its calls are over in their order.
+            if item is None or (voice.num_in_flight and not voice.is_urgent):
+                continue
+            if not is_far_ahead(item, self.runner.max_chunk):
+                soon[voice.idx] = item
+            elif not voice.num_in_flight:
+                far[voice.idx] = item
+        plan = self._next_call(soon)
+        if plan.slots and self.runner.can_call(is_urgent=True):
+            return plan
+        if not far or self._in_flight[False]:
+            return CallPlan(0, [], plan.due_in_ns)
+        enough = min(self._enough, 2 * len(voices))  # few streams never have as many
+        wait_ns = far_call_in_ns(far, self.runner.max_chunk, enough)
+        if wait_ns <= 0:
+            return self._next_call(far)._replace(is_urgent=False)
+        return CallPlan(0, [], min(wait_ns, wait_ns if plan.due_in_ns is None else plan.due_in_ns))
+
+    def _next_call(self, waiting: dict[int, Waiting]) -> CallPlan:
         return next_call(
-            waiting,
-            max_chunk=self.runner.max_chunk,
-            max_streams=self.runner.max_streams,
+            waiting, max_chunk=self.runner.max_chunk, max_streams=self.runner.max_streams
         )
+
+    def _waiting(self, voice: _Voice, now_ns: int) -> Waiting | None:
+        num_frames = voice.num_waiting
+        if not num_frames:
+            return None
+        head = voice.queue[0]
+        assert isinstance(head, StepRow), head
+        lead_ns = voice.clock.lead_ns(now_ns) + voice.num_in_flight * self._frame_ns
+        if head.first_frame + head.frame == 0:
+            lead_ns = 0
+        is_last = len(voice.queue) > num_frames
+        is_tail = is_last and voice.is_over and self._may_pad
+        if is_tail:  # of the turn, not of a segment before the last one
+            is_tail = num_frames == len(voice.queue) - voice.num_events
+        waited_ns = now_ns - voice.put_ns
+        return Waiting(num_frames, lead_ns, is_last, voice.interval_ns, is_tail, waited_ns)
 
     def _call(self, plan: CallPlan) -> None:
         rows, places = [], []
@@ -299,14 +333,15 @@ class VocodeLoop:
                 voice.num_called += 1
             places += [self._no_place] * (plan.chunk - num_frames)
             voice.num_in_flight += num_frames
-        call = self.runner.call(plan.slots, places, plan.chunk)
-        self._in_flight.append(_InFlight(call, plan, rows))
+            voice.is_urgent = plan.is_urgent
+        call = self.runner.call(plan.slots, places, plan.chunk, is_urgent=plan.is_urgent)
+        self._in_flight[plan.is_urgent].append(_InFlight(call, plan, rows))
         self.num_calls += 1
 
     # ------------------------------------------------------------------ out
 
-    def _read_oldest(self) -> None:
-        call, _, rows = self._in_flight.popleft()
+    def _read_oldest(self, lane: deque[_InFlight]) -> None:
+        call, _, rows = lane.popleft()
         pcm, is_pinned = call.wait(), self._device.type == "cuda"
         begun_ns = time.perf_counter_ns()
         for (voice, row, num_frames), samples in zip(rows, pcm, strict=True):

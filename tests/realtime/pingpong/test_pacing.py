@@ -3,7 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realtime.pingpong.pacing import Candidate, Waiting, next_call, pause_ns, rows_to_run
+from realtime.pingpong.pacing import (
+    Candidate,
+    Rider,
+    Waiting,
+    far_call_in_ns,
+    is_far_ahead,
+    next_call,
+    pause_ns,
+    riders_to_board,
+    rows_to_run,
+)
 
 MS = 1_000_000
 FRAME = 46 * MS
@@ -48,10 +58,59 @@ def test_only_streams_below_their_cap_run_and_somebody_does(streams, step_ms):
     assert all(streams[i].lead_ns <= streams[j].lead_ns for i in chosen for j in left_out)
 
 
+def board(num_rows, num_others=0, waited_ms=0.0):
+    riders = [Rider(num, round(waited_ms * MS)) for num in num_rows]
+    return riders_to_board(riders, num_others, max_rows=120)
+
+
+def test_prompts_ride_as_far_as_there_is_room():
+    assert board([]) == []
+    assert board([40, 40, 40, 1]) == [0, 1, 2]
+    assert board([100, 30, 20]) == [0, 2]
+
+
+def test_beside_many_streams_a_few_prompts_wait_for_more_but_not_long():
+    assert board([40], num_others=8) == [0]
+    assert board([40], num_others=60) == board([40, 35], num_others=60) == []
+    assert board([40, 45], num_others=60) == [0, 1], "a third is not likely to fit"
+    assert board([40, 40, 35], num_others=60) == [0, 1, 2]
+    assert board([40, 90], num_others=60) == [0]
+    assert board([40], num_others=60, waited_ms=12) == [0]
+
+
+@given(st.lists(st.integers(1, 120)), st.integers(0, 64), st.floats(0, 50))
+def test_prompts_never_take_more_room_than_there_is_and_the_first_one_rides(rows, others, waited):
+    chosen = board(rows, others, waited)
+    assert sum(rows[i] for i in chosen) <= 120
+    if rows and (waited >= 12 or not others):
+        assert chosen[0] == 0
+
+
 def test_a_pause_ends_when_the_first_lead_is_below_its_cap():
     streams = [Candidate(700 * MS, 500 * MS), Candidate(530 * MS, 500 * MS)]
     assert pause_ns(streams) == 30 * MS
     assert pause_ns([]) is None and pause_ns([Candidate(0, FAR)]) == 0
+
+
+def far(*items, enough=128):
+    waiting = {
+        slot: Waiting(num_frames, lead * MS, is_tail, 8 * MS, is_tail, waited * MS)
+        for slot, (num_frames, lead, is_tail, waited) in enumerate(items)
+    }
+    assert all(is_far_ahead(item, 8) for item in waiting.values())
+    return far_call_in_ns(waiting, 8, enough)
+
+
+def test_a_call_of_those_far_ahead_waits_until_it_is_large():
+    slots = [(8, 1000, False, 0)] * 15
+    assert far(*slots) == 900 * MS
+    assert far(*slots, (9, 1000, False, 0)) <= 0
+    assert far(*slots[:1], enough=8) <= 0
+    assert far((12, 1000, False, 0)) <= 0, "a slot falls behind"
+    assert far((8, 90, False, 0)) < 0, "it is not that far ahead"
+    assert far((3, 1000, True, 2)) == 6 * MS and far((3, 1000, True, 8)) <= 0, "the end of a turn"
+    assert not is_far_ahead(Waiting(8, 40 * MS, False, 8 * MS), 8)
+    assert not is_far_ahead(Waiting(7, 1000 * MS, True, 8 * MS), 8), "the end of a segment"
 
 
 def plan(waiting, max_chunk=8, max_streams=lambda chunk: 64):

@@ -208,10 +208,12 @@ def test_a_prompt_rides_with_its_first_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps == [(idxs[:1], idxs[:1]), (idxs, idxs[1:]), (idxs, [])]
 
 
-LONG = "word " * 14  # more than 80 rows; a step has room for 112
+LONG = "word " * 14  # more than 80 rows; a step has room for 120
 
 
-def test_who_finds_no_room_in_the_next_step_has_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_finds_no_room_in_the_next_two_steps_has_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Texts beyond it are faster in a call."""
     stepped = Stepped(is_packed=True)
     slots = [stepped.open(seed) for seed in range(3)]
@@ -225,10 +227,11 @@ def test_who_finds_no_room_in_the_next_step_has_a_call(monkeypatch: pytest.Monke
         stepped.say(slot, LONG)
     stepped.prefill()
     first, second, third = (slot.idx for slot in slots)
-    assert {slot for call in written for slot in call} == {second, third}
-    stepped.decode()
-    assert steps == [([first, second, third], [first])]
-    assert stepped.engine._decode.num_ridden > 80
+    assert {slot for call in written for slot in call} == {third}
+    for _ in range(2):
+        stepped.decode()
+    assert steps == [([first, third], [first]), ([first, second, third], [second])]
+    assert stepped.engine._decode.num_ridden > 160
 
 
 def test_who_is_gone_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +248,25 @@ def test_who_is_gone_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> N
     stepped.prefill()
     stepped.decode()
     assert steps == [([second.idx], [second.idx])]
+
+
+def test_who_is_paused_lends_its_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocked after it was handed over; and when it goes on, both do not fit into one step."""
+    stepped = Stepped(is_packed=True)
+    first, second = (stepped.open(seed) for seed in range(2))
+    steps = ridden(stepped, monkeypatch)
+    stepped.say(first, LONG)
+    stepped.prefill()
+    stepped.engine.set_blocked(first, True)
+    stepped.decode()
+    stepped.say(second, LONG)
+    stepped.prefill()
+    stepped.engine.set_blocked(first, False)
+    for _ in range(2):
+        stepped.decode()
+    assert steps == [([first.idx], [first.idx]), ([first.idx, second.idx], [second.idx])]
+    hand_over = stepped.engine._prefill.hand_over
+    assert hand_over.num_riders == stepped.engine._decode.num_ridden > 160
 
 
 def test_decode_is_told_whether_a_turn_ends_with_its_segment() -> None:

@@ -67,6 +67,11 @@ class Bench:
         self.loop.step(buffer)
         assert self.freed.pop() is buffer
 
+    @property
+    def num_free_calls(self):
+        runner = self.loop.runner
+        return len(runner._urgent.calls) + len(runner._bulk.calls)
+
     def pcm(self, slot):
         """(turn, frame, sample) of every frame of a slot."""
         return [
@@ -95,8 +100,9 @@ class DeviceBench(Bench):
 
     def advance(self):
         wait_s = self.loop._advance()
-        plans = [flight.plan for flight in self.loop._in_flight]
-        assert len(plans) <= MAX_CALLS and all(plan.is_urgent for plan in plans[1:])
+        urgent, others = (self.loop._in_flight[is_urgent] for is_urgent in (True, False))
+        assert len(urgent) <= MAX_CALLS and len(others) <= 1
+        assert all(flight.plan.is_urgent for flight in urgent)
         return wait_s
 
 
@@ -150,7 +156,7 @@ def test_a_segment_before_the_tail_is_not_padded(monkeypatch):
         segment, in_segment = divmod(frame, 3)
         fields = {"segment": segment, "first_frame": 3 * segment, "is_limit": in_segment == 2}
         bench.step((row(slot, in_segment, ends_turn=segment == 1, **fields), frame))
-    while bench.loop._voices[slot.idx].queue or bench.loop._in_flight:
+    while bench.loop._voices[slot.idx].queue or any(bench.loop._in_flight.values()):
         bench.advance()
     assert bench.pcm(slot) == [(0, frame, 1001 * frame) for frame in range(6)]
 
@@ -233,7 +239,7 @@ def test_random_streams_lose_nothing_and_leak_no_call():
     bench.step(*[(made, 0) for made in last], ends=last)
     for i in range(NUM_SLOTS):
         assert bench.pcm(slots[i]) == wanted[i]
-    assert len(bench.loop.runner._calls) == MAX_CALLS
+    assert bench.num_free_calls == 2 * MAX_CALLS
     assert max(bench.codec.chunks) > 1
 
 
@@ -255,7 +261,25 @@ def test_calls_in_flight_lose_nothing_and_one_that_is_not_urgent_runs_alone(monk
         pass
     assert [bench.pcm(slot) for slot in slots] == wanted
     assert isinstance(bench.events[-1], TurnEnd) or SegmentEnd in map(type, bench.events[-3:])
-    assert len(bench.loop.runner._calls) == MAX_CALLS and 8 in bench.codec.chunks
+    assert bench.num_free_calls == 2 * MAX_CALLS and 8 in bench.codec.chunks
+
+
+def test_who_has_nothing_to_hear_does_not_wait_for_the_calls_of_those_far_ahead(monkeypatch):
+    bench = DeviceBench(monkeypatch)
+    slot, other = bench.slots.acquire(), bench.slots.acquire()
+    bench.step((row(slot, 0), 0))
+    while not bench.pcm(slot):
+        bench.advance()
+    bench.loop._voices[slot.idx].clock.play_end_ns = 10**18
+    for frame in range(1, 9):
+        bench.step((row(slot, frame), frame))
+    monkeypatch.setattr(bench, "is_over", lambda call: call not in bench.loop.runner._bulk_calls)
+    bench.advance()
+    (slow,) = bench.loop._in_flight[False]
+    assert [voice.idx for voice, _, _ in slow.rows] == [slot.idx]
+    bench.step((row(other, 0), 7))
+    bench.advance()
+    assert bench.pcm(other) == [(0, 0, 7)] and list(bench.loop._in_flight[False]) == [slow]
 
 
 def test_frames_that_wait_are_not_written_over(monkeypatch):
@@ -302,8 +326,8 @@ def test_a_cancel_while_room_is_made_for_a_frame_ends_nothing_else(monkeypatch, 
     bench.step((row(other, 0), 3))
     read = bench.loop._read_oldest
 
-    def read_and_be_late():
-        read()
+    def read_and_be_late(lane):
+        read(lane)
         if bench.loop.num_calls >= num_calls and bench.slots.is_current(slot):
             bench.slots.bump(slot)
 
