@@ -16,7 +16,8 @@ from realtime.connection import ABORT_EXTENSION, MAX_SIZE_EXTENSION, WRITE_NOW_E
 from realtime.errors import CLOSE_CODE
 
 # What the kernel and the transport hold is audio that a barge-in cannot take back and that the
-# high-water mark cannot see. 64 KiB is 0.7 s of 48 kHz PCM and more than enough for Opus.
+# high-water mark cannot see. 64 KiB is 0.7 s of 48 kHz PCM and more than enough for Opus. (TLS holds
+# another 64 KiB of its own; however much fits, it is never ahead of the listener by more than the lead.)
 _SOCKET_BUFFER_BYTES = 64 * 1024
 _TRANSPORT_BUFFER_BYTES = 8 * 1024
 _ABORT_AFTER_S = 5.0  # a client that was closed for being too slow may still read so long
