@@ -24,7 +24,10 @@ STOP_TIMEOUT_S = 10.0
 _PROBE_TIMEOUT_S = 0.5
 _POLL_S = 0.1
 _NUM_LAST_LINES = 8
-_OF_OPEN_SERVERS = ("PLOSIVE_API_KEYS", "PLOSIVE_API_KEYS_FILE")  # one's own asks for no key
+_OF_OTHER_SERVERS = (  # one's own asks for no key, and needs no certificate on this machine
+    *("PLOSIVE_API_KEYS", "PLOSIVE_API_KEYS_FILE"),
+    *("PLOSIVE_SSL_CERTFILE", "PLOSIVE_SSL_KEYFILE"),
+)
 
 
 def running_server(url: str = DEFAULT_URL) -> str | None:
@@ -122,7 +125,7 @@ class LocalServer:
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _stop
         self._process = subprocess.Popen(
             [*self._command, "--announce-fd", str(announce), "--lifeline-fd", str(lifeline)],
-            env={name: os.environ[name] for name in os.environ if name not in _OF_OPEN_SERVERS},
+            env={name: os.environ[name] for name in os.environ if name not in _OF_OTHER_SERVERS},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,

@@ -293,6 +293,22 @@ def test_a_local_server_reports_progress_and_runs_as_long_as_the_block() -> None
     assert not server.is_running
 
 
+TELLS_ITS_ENVIRONMENT = """
+import json, os, sys
+fd = int(sys.argv[sys.argv.index("--announce-fd") + 1])
+names = sorted(name for name in os.environ if name.startswith("PLOSIVE_"))
+os.write(fd, json.dumps({"url": " ".join(names)}).encode() + b"\\n")
+"""
+
+
+def test_a_local_server_asks_for_no_key_and_needs_no_certificate(monkeypatch) -> None:
+    for name in ("API_KEYS", "API_KEYS_FILE", "SSL_CERTFILE", "SSL_KEYFILE", "MAX_SLOTS"):
+        monkeypatch.setenv(f"PLOSIVE_{name}", "2")
+    command = [sys.executable, "-c", TELLS_ITS_ENVIRONMENT]
+    with LocalServer(command=command) as server:
+        assert server.url == "PLOSIVE_MAX_SLOTS"
+
+
 async def test_voices_list(capsys) -> None:
     async with scripted_server(talker) as server:
         assert await asyncio.to_thread(run, voices, "--url", server.url) == 0
