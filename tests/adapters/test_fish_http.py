@@ -156,6 +156,26 @@ async def test_msgpack_with_nulls_and_what_has_no_meaning_here(tmp_path: Path) -
         assert opened.max_lead_ms == 60_000, "the server's cap"
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"temperature": 0.0, "top_p": 0.0, "seed": 0}, (0.0, 0.01, 0)),  # less is no choice
+        ({"temperature": 1.0, "top_p": 0.3, "seed": -1}, (1.0, 0.3, 2**63 - 1)),
+        ({"temperature": None, "seed": 2**63 + 5}, (0.7, 0.9, 5)),  # the model's defaults
+    ],
+)
+async def test_sampling(
+    tmp_path: Path, fields: dict[str, Any], expected: tuple[float, float, int]
+) -> None:
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, served.http() as http:
+        assert (await tts(http, format="pcm", **fields)).status_code == 200
+    opened = engine.seen(OpenSlot)[-1]
+    assert isinstance(opened, OpenSlot)
+    sampling = opened.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == expected
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 async def test_the_model_reads_the_text_as_it_was_sent(tmp_path: Path, normalize: bool) -> None:
     """What a model's own front end makes of digits it makes in either case: its phonemes are of words."""
