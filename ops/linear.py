@@ -115,7 +115,7 @@ def launch(
     plan = variant.plan
     if isinstance(x, PendingNorm) and not (isinstance(plan, Plan) and plan.norm):
         x = x.run()
-    tensor_map, norm, scale = _rows(x, plan.box_rows(shape[0]))
+    tensor_map, rows, scale = _rows(x, plan)
     row_tiles, k_tiles = map(ctypes.c_int32, weight.tiling)
     variant.kernel.launch(
         variant.grid,
@@ -127,7 +127,7 @@ def launch(
             scale,
             _output(out, bias, residual),
             k_tiles,
-            norm if isinstance(plan, Plan) else row_tiles,
+            rows if isinstance(plan, Plan) else row_tiles,
         ],
         shared_bytes=variant.shared_bytes,
         cluster=(variant.cluster, 1, 1),
@@ -170,6 +170,17 @@ def _variant(
     )
 
 
+class _Copied(ctypes.Structure):
+    """`NormInput` of linear_copy.cuh."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int32),
+        ("scale_stride", ctypes.c_int32),
+    )
+
+
 class _Norm(ctypes.Structure):
     """`NormInput` of linear_norm.cuh."""
 
@@ -207,12 +218,19 @@ def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _O
     return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
 
 
-def _rows(x: Input, box_rows: int) -> tuple[ctypes.Array[ctypes.c_uint64], _Norm, Tensor | None]:
-    """x as the kernel takes it: for the copy engine, or for the norm; and its scales."""
+def _rows(
+    x: Input, plan: Plan | WidePlan
+) -> tuple[ctypes.Array[ctypes.c_uint64], _Norm | _Copied, Tensor | None]:
+    """x as the kernel takes it: for the copy engine, or for the CTAs themselves; and its scales."""
     if isinstance(x, PendingNorm):
         norm = _Norm(x.x.data_ptr(), x.weight.data_ptr(), x.eps, *x.shape)
         return _NO_TENSOR_MAP, norm, None
     values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
+    if isinstance(plan, Plan) and plan.is_copied:
+        row_bytes = values.shape[1] * values.element_size()
+        scales = (None, 0) if scale is None else (scale.data_ptr(), scale.shape[1])
+        return _NO_TENSOR_MAP, _Copied(values.data_ptr(), scales[0], row_bytes, scales[1]), None
+    box_rows = plan.box_rows(len(values))
     tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), box_rows)
     return tensor_map, _NO_NORM, scale
 

@@ -10,6 +10,7 @@ from ops.reference_fp8 import ceil_div
 
 ROWS_PER_TILE = 64
 _TILE_BYTES = 8192
+_MAX_COPIED_ROWS, _MAX_COPIED_ITEMS = 2, 8  # of 16 bytes per thread
 _MAX_OWN_EXCHANGE = 8192  # a larger one lies in the ring, when that is done with
 _WIDTHS = (8, 16, 32)
 MOST_FEW_ROWS = _WIDTHS[-1]  # more go through `csrc/linear_wide.cu`
@@ -25,7 +26,9 @@ class Plan:
         stages: K tiles in flight per CTA.
         split: CTAs that share a tile's K.
         blocks_per_sm: CTAs an SM must have registers for.
-        norm: rows that every CTA normalises itself; 0 if x comes normalised.
+        norm: rows that every CTA takes from memory itself, and normalises; 0 if they come through
+            the copy engine.
+        is_copied: those rows need no norm.
     """
 
     cols: int
@@ -34,6 +37,7 @@ class Plan:
     split: int
     blocks_per_sm: int = 1
     norm: int = 0
+    is_copied: bool = False
 
     kernel: ClassVar[str] = "linear"
 
@@ -54,7 +58,6 @@ class Plan:
         return count
 
     def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
-        values_per_pass = 8 * 128 * self.warpgroups
         return {
             "IS_FP8": int(is_fp8),
             "GATE_UP": int(is_gate_up),
@@ -64,10 +67,22 @@ class Plan:
             "SPLIT": self.split,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "NORM": self.norm,
-            "ITEMS": ceil_div(ceil_div(in_features, 128) * 128, values_per_pass)
-            if self.norm
-            else 1,
+            "IS_COPIED": int(self.is_copied),
+            "IN_FEATURES": in_features if self.norm else 0,
+            "ITEMS": self._items(is_fp8, in_features) if self.norm else 1,
         }
+
+    def _items(self, is_fp8: bool, in_features: int) -> int:
+        """What a thread takes of a row: four values at a time, or 16 bytes of this CTA's part."""
+        if self.is_copied:
+            blocks = ceil_div(ceil_div(in_features, 128 if is_fp8 else 64), self.split)
+            return ceil_div(blocks, 16 * self.warpgroups)
+        return ceil_div(ceil_div(in_features, 128), 4 * self.warpgroups)
+
+    def can_copy(self, is_fp8: bool, num_rows: int, in_features: int) -> bool:
+        """Whether the CTAs can take so many rows themselves: they pass through registers."""
+        items = replace(self, is_copied=True)._items(is_fp8, in_features)
+        return num_rows <= _MAX_COPIED_ROWS and num_rows * items <= _MAX_COPIED_ITEMS
 
     @property
     def threads(self) -> int:
@@ -104,21 +119,25 @@ class WidePlan:
         width: rows of the weight that a warpgroup multiplies.
         row_groups: warpgroups along the rows of x, 64 each.
         col_groups: warpgroups along the rows of the weight.
-        stages: K tiles in flight per CTA.
+        stages: K tiles of weights in flight per CTA, two or more.
+        row_stages: the same of x.
         split: CTAs that share a tile's K.
         groups: of 128 features that a cluster quantises.
-        parts: of `width` that are multiplied one after the other.
         blocks_per_sm: CTAs an SM must have registers for.
+        batch: K tiles in straight code, products of 8 bits overlapping.
+        producers: threads that load: 32, or 128, whose registers go to two warpgroups that sum.
     """
 
     width: int
     row_groups: int
     col_groups: int
     stages: int
+    row_stages: int
     split: int = 1
     groups: int = 1
-    parts: int = 1
     blocks_per_sm: int = 1
+    batch: int = 1
+    producers: int = 32
 
     kernel: ClassVar[str] = "linear_wide"
 
@@ -144,15 +163,17 @@ class WidePlan:
             "ROW_GROUPS": self.row_groups,
             "COL_GROUPS": self.col_groups,
             "STAGES": self.stages,
+            "ROW_STAGES": self.row_stages,
             "SPLIT": self.split,
             "GROUPS": self.groups,
-            "PARTS": self.parts,
             "BLOCKS_PER_SM": self.blocks_per_sm,
+            "BATCH": self.batch,
+            "PRODUCERS": self.producers,
         }
 
     @property
     def threads(self) -> int:
-        return 128 * self.row_groups * self.col_groups + 32
+        return 128 * self.row_groups * self.col_groups + self.producers
 
     def cluster(self, is_gate_up: bool, is_fp8: bool) -> int:
         """CTAs of a cluster: the parts of K, or the CTAs that quantise features together."""
@@ -165,10 +186,21 @@ class WidePlan:
 
     def shared_bytes(self, is_fp8: bool, is_gate_up: bool, num_blocks: int) -> int:
         """Dynamic shared memory, as the kernel lays it out."""
-        stage = 128 * (self.features + self.rows) + 16 + is_fp8 * 4 * self.rows
-        maxima = self.groups * self.rows if is_gate_up and is_fp8 else 0
-        unit_scales = ceil_div(num_blocks, self.split) * self.features // 8
-        return self.stages * stage + 4 * (maxima + is_fp8 * unit_scales)
+        exchange = 0
+        if is_gate_up and is_fp8:
+            places = 1 if 256 % self.features == 0 else 2
+            exchange = places * (1 + self.cluster(is_gate_up, is_fp8)) * self.rows
+        elif self.split > 1:
+            exchange = self.rows * self.features
+        rows_per_scale = 8 if self.width % ROWS_PER_TILE else 32
+        scales = ceil_div(num_blocks, self.split) * self.features // rows_per_scale
+        return (
+            self.stages * (128 * self.features + 8)
+            + self.row_stages * (128 * self.rows + 8 + is_fp8 * 4 * self.rows)
+            + 8 * max(self.stages, self.row_stages)
+            + 8
+            + 4 * (exchange + is_fp8 * scales)
+        )
 
 
 # By (N, K) of S2 Pro's layers, then by the most rows: what made a whole layer fastest on an H200.
@@ -180,42 +212,48 @@ _FEW_ROWS: dict[tuple[int, int], dict[int, Plan]] = {
 }
 _MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
     ("bsfp8", 6144, 2560): {
-        64: WidePlan(64, 1, 1, 6, 2, blocks_per_sm=2),
-        128: WidePlan(64, 2, 1, 4, 2, blocks_per_sm=2),
+        64: WidePlan(64, 1, 1, 6, 5, split=2, blocks_per_sm=2, batch=2),
+        128: WidePlan(96, 2, 1, 5, 5, split=2, batch=2, producers=128),
     },
     ("bsfp8", 2560, 4096): {
-        64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
-        128: WidePlan(88, 2, 1, 8, 4),
+        64: WidePlan(64, 1, 1, 6, 5, split=4, blocks_per_sm=2),
+        128: WidePlan(96, 2, 1, 5, 5, split=4, batch=2, producers=128),
     },
     ("bsfp8", 19456, 2560): {
-        64: WidePlan(64, 1, 1, 4, blocks_per_sm=3),
-        128: WidePlan(192, 2, 1, 5, groups=3, parts=2),
+        64: WidePlan(64, 1, 1, 4, 5, blocks_per_sm=3, batch=2),
+        128: WidePlan(192, 2, 1, 4, 5, groups=3, producers=128),
     },
     ("bsfp8", 2560, 9728): {
-        64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
-        128: WidePlan(96, 2, 1, 7, 4),
+        64: WidePlan(64, 1, 1, 6, 5, split=4, blocks_per_sm=2),
+        128: WidePlan(96, 2, 1, 5, 5, split=4, batch=2, producers=128),
     },
     ("bf16", 6144, 2560): {
-        64: WidePlan(64, 1, 1, 6, 2, blocks_per_sm=2),
-        128: WidePlan(64, 2, 1, 4, 2, blocks_per_sm=2),
+        64: WidePlan(96, 1, 1, 6, 6, split=2),
+        128: WidePlan(96, 2, 1, 5, 5, split=2),
     },
     ("bf16", 2560, 4096): {
-        64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
-        128: WidePlan(64, 2, 1, 4, 4, blocks_per_sm=2),
+        64: WidePlan(64, 1, 1, 5, 5, split=4, blocks_per_sm=2),
+        128: WidePlan(96, 2, 1, 5, 5, split=4),
     },
     ("bf16", 19456, 2560): {
-        64: WidePlan(32, 1, 2, 4, blocks_per_sm=3),
-        128: WidePlan(96, 2, 1, 3, blocks_per_sm=2),
+        64: WidePlan(64, 1, 1, 4, 4, blocks_per_sm=3),
+        128: WidePlan(96, 2, 1, 4, 3, blocks_per_sm=2),
     },
     ("bf16", 2560, 9728): {
-        64: WidePlan(64, 1, 1, 6, 4, blocks_per_sm=2),
-        128: WidePlan(88, 2, 2, 5, 8),
+        64: WidePlan(96, 1, 1, 6, 6, split=4),
+        128: WidePlan(96, 2, 1, 5, 5, split=4),
     },
     # The heads: 4096 codes, and with the end token.
-    ("bf16", 4096, 2560): {64: WidePlan(64, 1, 1, 14, 2), 128: WidePlan(64, 2, 1, 9, 2)},
-    ("bf16", 4097, 2560): {64: WidePlan(64, 1, 1, 14, 2), 128: WidePlan(64, 2, 1, 9, 2)},
+    ("bf16", 4096, 2560): {
+        64: WidePlan(64, 1, 1, 12, 12, split=2),
+        128: WidePlan(64, 2, 1, 7, 7, split=2),
+    },
+    ("bf16", 4097, 2560): {
+        64: WidePlan(64, 1, 1, 12, 12, split=2),
+        128: WidePlan(64, 2, 1, 7, 7, split=2),
+    },
 }
-_MAX_NORM_STAGES = 5  # of gate_up: x takes shared memory too, and three CTAs are to fit an SM
+_MAX_NORM_STAGES = 6  # of gate_up: x takes shared memory too, and three CTAs are to fit an SM
 _NUM_CTAS = 160  # that fill the SMs
 
 
@@ -231,14 +269,23 @@ def plan_for(
     """The plan for x [num_rows, in_features] and a weight [out_features, in_features]."""
     if num_rows > MOST_FEW_ROWS:
         return _wide_plan(kind, num_rows, out_features, in_features, is_gate_up)
-    norm = num_rows if has_norm else 0
+    plan = _few_rows_plan(kind, num_rows, out_features, in_features, is_gate_up)
+    is_copied = not has_norm and plan.can_copy(kind == "bsfp8", num_rows, in_features)
+    if not has_norm and not is_copied:
+        return plan
+    stages = min(plan.stages, _MAX_NORM_STAGES) if is_gate_up else plan.stages
+    return replace(plan, stages=stages, norm=num_rows, is_copied=is_copied)
+
+
+def _few_rows_plan(
+    kind: Kind, num_rows: int, out_features: int, in_features: int, is_gate_up: bool
+) -> Plan:
     for width, plan in _FEW_ROWS.get((out_features, in_features), {}).items():
         if num_rows <= width:
-            stages = min(plan.stages, _MAX_NORM_STAGES) if norm and is_gate_up else plan.stages
-            return replace(plan, stages=stages, norm=norm)
+            return plan
     cols = next(width for width in _WIDTHS if num_rows <= width)
     split = 1 if is_gate_up else _split(kind, out_features, in_features)
-    return Plan(cols, 1, 6, split, norm=norm)
+    return Plan(cols, 1, 6, split)
 
 
 def _wide_plan(
@@ -249,8 +296,8 @@ def _wide_plan(
         if num_rows <= most:
             return plan
     split = 1 if is_gate_up else _split(kind, out_features, in_features)
-    row_groups = 1 if num_rows <= ROWS_PER_TILE else 2
-    return WidePlan(64, row_groups, 1, 4, split, blocks_per_sm=2)
+    row_groups, stages = (1, 4) if num_rows <= ROWS_PER_TILE else (2, 3)
+    return WidePlan(64, row_groups, 1, stages, stages, split, blocks_per_sm=2)
 
 
 def _split(kind: Kind, out_features: int, in_features: int) -> int:

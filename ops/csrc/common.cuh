@@ -96,6 +96,17 @@ DEVICE void bulk_copy_streamed(u32 destination, const void* source, u32 bytes, u
       : "memory");
 }
 
+// Eight bytes global -> shared, while the thread goes on; `wait_for_copies` waits for its own.
+DEVICE void copy8(u32 destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(destination), "l"(source) : "memory");
+}
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// The same bytes into the L2 alone.
+DEVICE void bulk_prefetch(const void* source, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
 // Ordinary stores to shared memory -> visible to the tensor cores and the copy engine.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -12,12 +12,16 @@
 //
 // Defines: IS_FP8 (e4m3 with a scale per 1x128 of x and 128x128 of the weight, else bf16), COLS,
 // WARPGROUPS, STAGES, SPLIT, GATE_UP (rows are 8 of gate, 8 of up, ...; SwiGLU; fp8 is quantised
-// again, for which the CTAs of 128 features form a cluster), NORM (not 0: x is bf16 and each CTA
-// normalises these many rows itself, 8 values x ITEMS per thread), BLOCKS_PER_SM (CTAs an SM must have
-// registers for).
+// again, for which the CTAs of 128 features form a cluster), NORM (not 0: each CTA takes these many rows
+// of x from memory itself, ITEMS times per thread; they are normed here, IN_FEATURES of them, or, if
+// IS_COPIED, come so), BLOCKS_PER_SM (CTAs an SM must have registers for).
 
 #include "linear_epilogue.cuh"
+#if IS_COPIED
+#include "linear_copy.cuh"
+#else
 #include "linear_norm.cuh"
+#endif
 
 namespace {
 
@@ -68,8 +72,8 @@ struct Producer {
   const Shared& shared;
   const Problem& p;
   const TensorMap& map;
-  int next;  // step to load
-  Stage stage;
+  int next;              // step to load
+  Stage stage, oldest;  // of that step, and of the one kWindow before
 
   DEVICE void start() {
     for (int stage = 0; stage < STAGES; ++stage) {
@@ -80,8 +84,14 @@ struct Producer {
     barrier_init_fence();
     fence_async_proxy();
     if (kExchangeBytes > 0) barrier_expect(shared.met, sent_bytes(p.num_rows));
-    next = min(STAGES, p.blocks);
-    for (int i = 0; i < next; ++i) load_weights(shared, p, p.begin + i, i);
+    for (next = 0; next < min(kWindow, p.blocks); ++next) {
+      load_weights(shared, p, p.begin + next, next);
+      stage.advance();
+    }
+    for (int i = STAGES; i < min(p.blocks, STAGES + kAhead); ++i)
+#pragma unroll
+      for (int group = 0; group < WARPGROUPS; ++group)
+        bulk_prefetch(tile_address(p, group, p.begin + i), kTileBytes);
     if (!NORM) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
   }
 
@@ -93,7 +103,8 @@ struct Producer {
 
   DEVICE void refill() {
     for (; next < p.blocks; ++next) {
-      barrier_wait(shared.empty + stage.index * 8, stage.parity);
+      if (kWindow < STAGES) barrier_wait(shared.full + oldest.index * 8, oldest.parity), oldest.advance();
+      if (next >= STAGES) barrier_wait(shared.empty + stage.index * 8, stage.parity ^ 1);
       load_weights(shared, p, p.begin + next, stage.index);
       load_activations(shared, p, map, p.begin + next, stage.index);
       stage.advance();
@@ -154,11 +165,18 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
 
 DEVICE void finish(const float (&acc)[COLS / 2], const bf16 (&residuals)[kPairs][2], float* exchange,
                    u32 met, u8* ring, const Output& o, int tile, int rank, int warp, int lane) {
-  if (kExchangesInRing) cluster_sync();  // all CTAs are done with theirs
+  if (kExchangesInRing)
+    cluster_sync();  // all CTAs are done with theirs
+  else if (kCluster > 1)
+    cluster_wait();  // all CTAs run, and what is sent to them is counted
   if constexpr (GATE_UP) {
     float h[COLS / 4];
     swiglu_all(h, acc);
-    if constexpr (IS_FP8) {
+    if constexpr (IS_FP8 && COLS == 8) {
+      send_maxima(h, shared_address(exchange), met, rank, warp, lane);
+      barrier_wait_cluster(met, 0);
+      store_fp8_rows(h, exchange, o, tile, rank, warp, lane);
+    } else if constexpr (IS_FP8) {
       float* factors = exchange + 16 * COLS;
       send_maxima(h, shared_address(exchange), met, rank, warp, lane);
       barrier_wait_cluster(met, 0);
@@ -197,31 +215,30 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   const int tile = blockIdx.x / SPLIT, first_row = blockIdx.y * COLS;
   const int begin = SPLIT > 1 ? rank * num_blocks / SPLIT : 0;
   const int end = SPLIT > 1 ? (rank + 1) * num_blocks / SPLIT : num_blocks;
-  const Shared shared = {shared_address(ring), shared_address(operand), shared_address(scales),
+  output.keep_rows(first_row, COLS);
+  const Shared shared = {shared_address(ring),     shared_address(operand), shared_address(scales),
                          shared_address(barriers), shared_address(barriers + STAGES),
                          shared_address(barriers + 2 * STAGES)};
-
-  output.keep_rows(first_row, COLS);
   const Problem problem = {tiles, act_scales,  num_blocks, output.scale_stride, tile,
                            begin, end - begin, first_row,  output.num_rows};
-  Producer producer = {shared, problem, map};
-  const bool is_producer = thread == kThreads - 32;
-  if (is_producer) producer.start();
-  __syncwarp();
-  if (IS_FP8)
-    for (int i = thread; i < (end - begin) * WARPGROUPS; i += kThreads)
-      block_scales[i] = tile_scales[static_cast<i64>(tile * WARPGROUPS + i % WARPGROUPS) * num_blocks +
-                                    begin + i / WARPGROUPS];
-  __syncthreads();
-  // The CTAs of the cluster run, and what is sent to them is counted.
-  if (kCluster > 1 && !kExchangesInRing) cluster_arrive_relaxed(), cluster_wait();
   if (warp == kConsumers / 32) {
-    if (is_producer) producer.fill(), producer.refill();
+    Producer producer = {shared, problem, map};
+    if (lane == 0) producer.start();
     __syncwarp();
+    if (kArrivesEarly) cluster_arrive_relaxed();
+    barriers_are_there();
+    if (lane == 0) producer.fill(), producer.refill();
+    __syncwarp();
+    if (kArrivesEarly) cluster_wait();
     if (kExchangesInRing) cluster_sync();
     return;
   }
-
+  if (kArrivesEarly) cluster_arrive_relaxed();
+  if (IS_FP8)
+    for (int i = thread; i < (end - begin) * WARPGROUPS; i += kConsumers)
+      copy8(shared_address(block_scales + i),
+            tile_scales + static_cast<i64>(tile * WARPGROUPS + i % WARPGROUPS) * num_blocks + begin +
+                i / WARPGROUPS);
 #if NORM
   float* sums = reinterpret_cast<float*>(block_scales + (IS_FP8 ? most_blocks * WARPGROUPS : 0));
   normalize_rows(operand, scales, sums, norm, begin, end, thread);
@@ -229,6 +246,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   wait_for_previous_kernels();
   bf16 residuals[kPairs][2] = {};
   if (SPLIT > 1) load_residuals(residuals, output, first_feature(tile, rank), warp, lane);
+  wait_for_copies();
+  wait_for_barriers();
   float acc[COLS / 2] = {};
   consume(acc, shared, block_scales, reinterpret_cast<float2*>(scales), problem, warp / 4, lane);
   finish(acc, residuals, exchange, shared.met, ring, output, tile, rank, warp, lane);

@@ -146,6 +146,26 @@ DEVICE void reduce_maxima(float* factors, const float* maxima, const Output& o, 
   }
 }
 
+// Of few rows: every thread quantises and stores its own. `maxima` are there; rank 0 writes the scales,
+// zeros behind the last row.
+DEVICE void store_fp8_rows(const float (&h)[COLS / 4], const float* maxima, const Output& o, int tile, int rank,
+                           int warp, int lane) {
+  const int feature = tile * kFeatures + warp * 8 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < COLS / 4; ++i) {
+    const int row = row_of(i, lane);
+    float amax = 1e-10f;
+#pragma unroll
+    for (int part = 0; part < 16; ++part) amax = fmaxf(amax, maxima[part * COLS + row]);
+    const float factor = 448.f / amax;
+    if (row < o.num_rows && feature < o.num_features)
+      static_cast<u8*>(o.out)[static_cast<i64>(row) * o.num_features + feature] =
+          __nv_cvt_float_to_fp8(h[i] * factor, __NV_SATFINITE, __NV_E4M3);
+    if (rank == 0 && warp == 0 && lane < 4 && row < (o.num_rows + 3) / 4 * 4)
+      o.scales[static_cast<i64>(tile / kCluster) * o.scale_stride + row] = row < o.num_rows ? 1.f / factor : 0.f;
+  }
+}
+
 // Copies the transposed tile [COLS][kFeatures] of `Element` in shared memory to out [M, F].
 template <typename Element>
 DEVICE void store_tile(const Element* tile, const Output& o, int first, int thread) {

@@ -16,72 +16,104 @@ struct NormInput {
 
 #if NORM
 
-DEVICE Bf16x8 load_values(const NormInput& in, int row, int column) {
-  if (column >= in.num_columns || row >= in.num_rows) return {};
-  return *reinterpret_cast<const Bf16x8*>(
-      in.x + row * in.num_columns + column);
+struct alignas(8) Bf16x4 {
+  __nv_bfloat162 pairs[2];
+};
+
+DEVICE float2 unpacked(const __nv_bfloat162& pair) {
+  const u32 bits = *reinterpret_cast<const u32*>(&pair);
+  return {__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000u)};
+}
+
+DEVICE float4 unpacked(const Bf16x4& in) {
+  const float2 low = unpacked(in.pairs[0]), high = unpacked(in.pairs[1]);
+  return {low.x, low.y, high.x, high.y};
+}
+
+// x * factor rounded to bf16, then times the weight, rounded.
+DEVICE Bf16x4 scaled(const float4& x, float factor, const Bf16x4& weight) {
+  return {__hmul2_rn(__floats2bfloat162_rn(x.x * factor, x.y * factor), weight.pairs[0]),
+          __hmul2_rn(__floats2bfloat162_rn(x.z * factor, x.w * factor), weight.pairs[1])};
+}
+
+// The largest magnitude that the warp's lanes hold. Of floats that are not negative, the bits have the
+// same order.
+DEVICE float largest(const Bf16x4& x) {
+  const __nv_bfloat162 pair = __hmax2(__habs2(x.pairs[0]), __habs2(x.pairs[1]));
+  const float2 both = unpacked(pair);
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(both.x, both.y))));
 }
 
 // Writes blocks [begin, end) of 128 bytes of K into `operand`, COLS rows x 128 bytes each and swizzled,
-// and their scales [block][COLS]. All consumers call this; what it wrote is theirs to multiply after.
+// and their scales [block][COLS]. All consumers call this, and meet before they read what it wrote. A
+// warp takes 128 values at a time, four per lane, ITEMS times; no time waits for another, and each
+// time's divisions are done by a lane of its own.
 DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const NormInput& in, int begin,
                            int end, int thread) {
   constexpr int kWarps = kConsumers / 32, kPerBlock = IS_FP8 ? 128 : 64;
-  Bf16x8 weights[ITEMS] = {}, inputs[NORM][ITEMS];
+  static_assert(ITEMS <= 32);
+  const int warp = thread / 32, lane = thread % 32;
+  const auto column_of = [&](int item) { return (item * kWarps + warp) * 128 + lane * 4; };
+  const auto is_inside = [&](int item) { return column_of(item) < IN_FEATURES; };
+  Bf16x4 weights[ITEMS] = {}, inputs[NORM][ITEMS] = {};
 #pragma unroll
-  for (int item = 0; item < ITEMS; ++item) {
-    const int column = (item * kConsumers + thread) * 8;
-    if (column < in.num_columns) weights[item] = *reinterpret_cast<const Bf16x8*>(in.weight + column);
-  }
+  for (int item = 0; item < ITEMS; ++item)
+    if (is_inside(item)) weights[item] = *reinterpret_cast<const Bf16x4*>(in.weight + column_of(item));
   wait_for_previous_kernels();
 #pragma unroll
   for (int row = 0; row < NORM; ++row)
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item)
-      inputs[row][item] = load_values(in, row, (item * kConsumers + thread) * 8);
+      if (is_inside(item))
+        inputs[row][item] = *reinterpret_cast<const Bf16x4*>(in.x + row * IN_FEATURES + column_of(item));
 #pragma unroll
   for (int row = 0; row < NORM; ++row) {
     float sum = 0.f;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
-      float values[8];
-      unpack(values, inputs[row][item]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sum += values[i] * values[i];
+      const float4 x = unpacked(inputs[row][item]);
+      sum += x.x * x.x + x.y * x.y + (x.z * x.z + x.w * x.w);
     }
     sum = warp_sum(sum);
-    if (thread % 32 == 0) sums[row * kWarps + thread / 32] = sum;
+    if (lane == 0) sums[row * kWarps + warp] = sum;
   }
   consumers_sync();
 #pragma unroll
   for (int row = 0; row < NORM; ++row) {
     float total = 0.f;
 #pragma unroll
-    for (int warp = 0; warp < kWarps; ++warp) total += sums[row * kWarps + warp];
-    const float factor = rsqrtf(total / in.num_columns + in.eps);
+    for (int i = 0; i < kWarps; ++i) total += sums[row * kWarps + i];
+    const float factor = rsqrtf(total * (1.f / IN_FEATURES) + in.eps);
+    Bf16x4 normed[ITEMS];
+    float own = 1e-10f;  // of the item that is this lane's
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
-      const int column = (item * kConsumers + thread) * 8;
-      const int block = column / kPerBlock;
-      const int byte = column % kPerBlock * (IS_FP8 ? 1 : 2);
-      const int offset = (block - begin) * kActBytes + row * 128 + (byte / 16 ^ row) * 16 + byte % 16;
-      const bool is_mine = block >= begin && block < end;
-      if (!__any_sync(~0u, is_mine)) continue;
-      float values[8];
-      unpack(values, inputs[row][item]);
-      const Bf16x8 normed = scale_rounded(values, factor, weights[item]);
+      normed[item] = scaled(unpacked(inputs[row][item]), factor, weights[item]);
       if constexpr (IS_FP8) {
-        unpack(values, normed);
-        const Quantised group = quantize_group(values);
-        if (is_mine) *reinterpret_cast<uint2*>(operand + offset) = group.values;
-        if (is_mine && byte == 0) scales[(block - begin) * COLS + row] = group.scale;
+        const float amax = largest(normed[item]);
+        if (lane == item) own = fmaxf(amax, 1e-10f);
+      }
+    }
+    if constexpr (IS_FP8) {
+      own = 448.f / own;
+      const int block = lane * kWarps + warp;
+      if (lane < ITEMS && block >= begin && block < end) scales[(block - begin) * COLS + row] = 1.f / own;
+    }
+#pragma unroll
+    for (int item = 0; item < ITEMS; ++item) {
+      const int block = column_of(item) / kPerBlock;
+      const int byte = IS_FP8 ? lane * 4 : lane % 16 * 8;
+      u8* target = operand + (block - begin) * kActBytes + row * 128 + (byte / 16 ^ row) * 16 + byte % 16;
+      const bool is_mine = block >= begin && block < end;
+      if constexpr (IS_FP8) {
+        const u32 four = quantized_four(unpacked(normed[item]), __shfl_sync(~0u, own, item));
+        if (is_mine) *reinterpret_cast<u32*>(target) = four;
       } else if (is_mine) {
-        *reinterpret_cast<Bf16x8*>(operand + offset) = normed;
+        *reinterpret_cast<Bf16x4*>(target) = normed[item];
       }
     }
   }
   fence_async_proxy();
-  consumers_sync();
 }
 
 #endif

@@ -29,7 +29,26 @@ static_assert(!kExchangesInRing ||
 // their stages are refilled only then: a layer of one row 35.6 us with 2, 36.8 with 4 (H200).
 constexpr int kBatch = STAGES < 4 ? 1 : 2;
 
+// K tiles of weights under way at once, and tiles behind the ring that are asked into the L2 at the start.
+// Where a CTA makes its rows of x itself (NORM), it waits for what they are made of, and that comes late
+// where more is under way. A layer of one row: 34.8 us with all of the ring and nothing behind it (H200).
+#ifndef WINDOW
+#define WINDOW 3
+#endif
+#ifndef PREFETCH
+#define PREFETCH 3
+#endif
+constexpr int kWindow = NORM && STAGES > WINDOW ? WINDOW : STAGES;
+constexpr int kAhead = NORM ? PREFETCH : 0;
+
 static_assert(NORM <= COLS && COLS % 8 == 0, "rows to normalise");
+
+// The CTAs of a cluster tell each other that their barriers are there, before all else.
+constexpr bool kArrivesEarly = kCluster > 1 && !kExchangesInRing;
+
+// The producer's warp has initialised the barriers, the consumers have written what their products read.
+DEVICE void barriers_are_there() { asm volatile("bar.arrive 2, %0;" ::"n"(kThreads) : "memory"); }
+DEVICE void wait_for_barriers() { asm volatile("bar.sync 2, %0;" ::"n"(kThreads) : "memory"); }
 
 DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
 

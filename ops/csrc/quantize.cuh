@@ -22,6 +22,12 @@ struct Quantised {
   float scale;
 };
 
+DEVICE u32 quantized_four(const float4& x, float factor) {
+  const auto low = __nv_cvt_float2_to_fp8x2({x.x * factor, x.y * factor}, __NV_SATFINITE, __NV_E4M3);
+  const auto high = __nv_cvt_float2_to_fp8x2({x.z * factor, x.w * factor}, __NV_SATFINITE, __NV_E4M3);
+  return static_cast<u32>(low) | static_cast<u32>(high) << 16;
+}
+
 // Of the 128 values that 16 neighbouring threads hold; whole warps call this.
 DEVICE Quantised quantize_group(const float (&x)[8]) {
   float amax = 1e-10f;
@@ -31,16 +37,8 @@ DEVICE Quantised quantize_group(const float (&x)[8]) {
   for (int offset = 8; offset > 0; offset /= 2)
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, offset));
   const float factor = 448.f / amax;
-  u32 packed[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const auto low = __nv_cvt_float2_to_fp8x2({x[4 * i] * factor, x[4 * i + 1] * factor},
-                                              __NV_SATFINITE, __NV_E4M3);
-    const auto high = __nv_cvt_float2_to_fp8x2({x[4 * i + 2] * factor, x[4 * i + 3] * factor},
-                                               __NV_SATFINITE, __NV_E4M3);
-    packed[i] = static_cast<u32>(low) | static_cast<u32>(high) << 16;
-  }
-  return {{packed[0], packed[1]}, 1.f / factor};
+  return {{quantized_four({x[0], x[1], x[2], x[3]}, factor), quantized_four({x[4], x[5], x[6], x[7]}, factor)},
+          1.f / factor};
 }
 
 // x * factor rounded to bf16, then times the weight, rounded.
