@@ -140,7 +140,8 @@ async def test_models_and_voices(served: Served) -> None:
     async with sdk(served) as client, served.http() as http:
         models = [model.id async for model in client.models.list()]
         assert models == ["fake"]
-        assert (await client.models.retrieve("tts-1-hd")).id == "tts-1-hd"
+        for name in ("tts-1-hd", "gpt-4o-mini-tts-2025-12-15"):
+            assert (await client.models.retrieve(name)).id == name
         with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-9'"):
             await client.models.retrieve("gpt-9")
         voices = (await http.get("/v1/audio/voices")).json()
