@@ -6,6 +6,8 @@ dequantised inputs; the tensor cores keep at least 13 bits of a sum of 128, the 
 Against bf16 inputs that were never quantised the cosine is above 0.998.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -207,6 +209,19 @@ def test_every_plan_fits_an_sm():
             assert plan.norm == 0 or num_rows <= plan.norm <= plan.cols, (plan, num_rows)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize(("n", "k"), S2_PRO)
+def test_one_and_two_rows_are_taken_without_the_copy_engine(n, k, kind):
+    plans = [plan_for(kind, num_rows, n, k) for num_rows in (1, 2, 3)]
+    assert [(plan.norm, plan.is_copied) for plan in plans] == [(1, True), (2, True), (0, False)]
+    assert not plan_for(kind, 1, n, k, has_norm=True).is_copied
+
+
+def test_rows_too_long_for_registers_go_through_the_copy_engine():
+    plans = [plan_for("bf16", num_rows, 1 << 15, 1 << 13, is_gate_up=True) for num_rows in (1, 2)]
+    assert [plan.is_copied for plan in plans] == [True, False]
+
+
 def variants():
     """Kernel and defines of every variant in use."""
     unique = {
@@ -219,7 +234,10 @@ def variants():
 def test_variants_of_every_kind_and_width_compile():
     pytest.importorskip("cuda.bindings.nvrtc")
     by_width = {
-        (name, v["IS_FP8"], v["GATE_UP"], v.get("COLS", v.get("WIDTH")), v.get("NORM", 0) > 0): v
+        (
+            *(name, v["IS_FP8"], v["GATE_UP"], v.get("COLS", v.get("WIDTH"))),
+            *(v.get("NORM", 0) > 0, v.get("IS_COPIED")),
+        ): v
         for name, v in variants()
     }
     assert len(by_width) > 20
@@ -306,6 +324,28 @@ def test_kernels_that_normalise(n, k, kind):
         assert error(activated, expected.double()) < 1e-2, num_rows
     many = random_rows(MAX_PENDING_ROWS + 1, k, "cuda")
     assert not isinstance(norm_for_linear(many, norm, 1e-6, kind), PendingNorm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize(("n", "k"), [*S2_PRO, (448, 320)])
+def test_rows_through_the_copy_engine_give_the_same_bits(n, k, kind):
+    weight = packed(random_weight(n, k, "cuda"), kind)
+    both = packed(random_weight(1280, k, "cuda"), kind, is_gate_up=True)
+    for num_rows in (1, 2):
+        x = activation(random_rows(num_rows, k, "cuda"), kind)
+        for matrix, num_features in ((weight, n), (both, 640)):
+            up = matrix.is_gate_up
+            plan = plan_for(kind, num_rows, matrix.out_features, k, is_gate_up=up)
+            assert plan.is_copied or (up and k > 2560), plan
+            outputs = [
+                poisoned_launch(x, matrix, num_features, plan=one)
+                for one in (plan, replace(plan, norm=0, is_copied=False))
+            ]
+            if up and kind == "bsfp8":
+                assert torch.equal(*(out.scale for out in outputs))
+                outputs = [out.dequantize() for out in outputs]
+            assert torch.equal(*outputs), (num_rows, up)
 
 
 @pytest.mark.gpu
