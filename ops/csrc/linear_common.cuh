@@ -22,25 +22,32 @@ DEVICE void load_rows(u32 target, const TensorMap& map, int block, int first_row
       : "memory");
 }
 
-struct Stage {
+template <int kCount>
+struct StageOf {
   int index = 0, parity = 0;
   DEVICE void advance() {
-    if (++index == STAGES) index = 0, parity ^= 1;
+    if (++index == kCount) index = 0, parity ^= 1;
   }
 };
+using Stage = StageOf<STAGES>;
+
+// What is written before stays before, and what reads `d` after, after.
+template <int kCount>
+DEVICE void keep_order(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
 
 // Starts d [64 x N] = or += a * b over a block of 128 bytes of K; `wgmma_wait` ends it.
 template <int N>
 DEVICE void multiply(float (&d)[N / 2], u32 left, u32 right, bool accumulate) {
   const u64 a = tile_descriptor(left), b = tile_descriptor(right);
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  keep_order(d);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k) Wgmma<IS_FP8, N>::run(d, a + 2 * k, b + 2 * k, accumulate || k > 0);
   wgmma_commit();
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  keep_order(d);
 }
 
 struct Output {
@@ -60,17 +67,30 @@ struct Output {
   }
 };
 
-// Two conversions at once run on the ordinary pipe; one alone takes its turn at the special functions, of
-// which SwiGLU has enough.
+// Two conversions at once run on the ordinary pipe; one alone takes its turn at the special functions,
+// of which SwiGLU has enough.
 DEVICE float bf16_round(float value) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(0.f, value);
   return __uint_as_float(reinterpret_cast<const u32&>(pair));
 }
 
+DEVICE float approximate_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float approximate_inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // silu(gate) * up with the roundings of the two ops on bf16 tensors; what is approximate is so by 2^-21.
 DEVICE float swiglu(float gate, float up) {
   gate = bf16_round(gate);
-  return bf16_round(bf16_round(__fdividef(gate, 1.f + __expf(-gate))) * bf16_round(up));
+  const float decay = approximate_exp2(gate * -1.4426950408889634f);
+  return bf16_round(bf16_round(gate * approximate_inverse(1.f + decay)) * bf16_round(up));
 }
 
 }  // namespace

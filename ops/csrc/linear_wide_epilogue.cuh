@@ -7,25 +7,35 @@ namespace {
 
 constexpr int kRows = 64 * ROW_GROUPS;      // of x, per CTA
 constexpr int kWidth = WIDTH * COL_GROUPS;  // rows of the weight, per CTA
-constexpr int kPart = WIDTH / PARTS;
 constexpr int kConsumers = 128 * ROW_GROUPS * COL_GROUPS;
-constexpr int kThreads = kConsumers + 32;
+constexpr bool kMovesRegisters = PRODUCERS == 128;  // those of a warpgroup that loads, to those that sum
+constexpr int kThreads = kConsumers + PRODUCERS;
 constexpr int kWeightBytes = kWidth * 128;
 constexpr int kActBytes = kRows * 128;
-constexpr int kStageBytes = kWeightBytes + kActBytes;
-constexpr int kUnits = kWidth / 8;      // of 8 rows of the weight
+constexpr int kRingBytes = STAGES * kWeightBytes + ROW_STAGES * kActBytes;
+constexpr int kUnits = kWidth / 8;  // of 8 rows of the weight
+constexpr bool kHasWholeTiles = WIDTH % 64 == 0;
+constexpr int kScales = kHasWholeTiles ? kWidth / 32 : kUnits;  // of a block of K
 constexpr int kFeatures = kWidth / 2;   // of SwiGLU, per CTA
 constexpr int kCluster = kQuantises ? 128 * GROUPS / kFeatures : SPLIT;
-constexpr int kMaxima = kQuantises ? GROUPS * kRows : 0;
+constexpr int kPlaces = 128 % kFeatures == 0 ? 1 : 2;  // groups of 128 that a CTA may have parts of
+constexpr int kReleased = STAGES > ROW_STAGES ? STAGES : ROW_STAGES;
+constexpr int kLeast = STAGES < ROW_STAGES ? STAGES : ROW_STAGES;
+constexpr int kBarriers = STAGES + ROW_STAGES + kReleased + 1;
 constexpr int kRowGroups = kRows / 8 / SPLIT;  // 8 rows of x that a CTA of the cluster finishes
 constexpr int kItems = (kRowGroups * 8 * kUnits + kConsumers - 1) / kConsumers;
+constexpr int kExchangeBytes = kQuantises              ? kPlaces * (1 + kCluster) * kRows * 4
+                               : !GATE_UP && SPLIT > 1 ? kRows * kWidth * 4
+                                                       : 0;
 
-static_assert(kPart % 8 == 0 && (!GATE_UP || WIDTH % 16 == 0), "gate and up alternate every 8 rows");
+static_assert(WIDTH % (GATE_UP ? 16 : 8) == 0, "gate and up alternate every 8 rows");
 static_assert(!GATE_UP || SPLIT == 1, "SwiGLU needs whole sums");
 static_assert(!kQuantises || kFeatures <= 128, "a CTA has parts of two groups at most");
 static_assert(!kQuantises || kCluster * kFeatures == 128 * GROUPS, "a cluster has whole groups");
 static_assert(kRows / 8 % SPLIT == 0, "every rank finishes as many rows");
-static_assert(GATE_UP || kRows * kWidth * 4 <= STAGES * kStageBytes, "the ring is too short");
+static_assert(GATE_UP || kRows * kWidth * 4 <= kRingBytes, "sums leave through the ring");
+static_assert(!kMovesRegisters || kConsumers == 256, "registers are counted for two warpgroups");
+static_assert(kLeast > 1, "a block is started before the one before it is released");
 
 // A consumer's place in the layout of wgmma.cuh: of its rows of x `row` and `row` + 8, and of every 8
 // columns 2 * (lane % 4) and the next.
@@ -35,21 +45,89 @@ struct Place {
 
 DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(kConsumers) : "memory"); }
 
-// Sends every 8 rows to the rank that finishes them. There they lie as [source rank][8 rows][unit of 8
-// columns] tiles of 8 x 8 sums, row by row, and a warp writes 256 contiguous bytes.
-DEVICE void send_partial_sums(const float (&acc)[WIDTH / 2], u32 exchange, int num_rows, int rank,
-                              const Place& at) {
+// From shared memory into that of a CTA of the cluster, whose `barrier` counts the bytes.
+DEVICE void cluster_copy(u32 target, u32 source, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+          target),
+      "r"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+DEVICE void cluster_send4(u32 address, float4 v, u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          address),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
+}
+
+// Of 8 rows of the weight: a tile of 64 has one for every other 8 (`PackedWeight.tile_scale`).
+DEVICE constexpr int scale_of_unit(int unit) { return kHasWholeTiles ? unit / 8 * 2 + unit % 2 : unit; }
+DEVICE constexpr int unit_of_scale(int scale) {
+  return kHasWholeTiles ? scale / 2 * 8 + scale % 2 : scale;
+}
+
+// CTAs of a cluster send each other's exchange bytes that its barrier counts; before, all of them run.
+DEVICE void announce() {
+  if (kCluster > 1) cluster_arrive_relaxed();
+}
+
+DEVICE void open_exchange() {
+  if (kCluster > 1) cluster_wait();
+}
+
+// No CTA ends before all have what the copy engine takes from its ring.
+DEVICE void close_exchange() {
+  if (kCluster == 1 || GATE_UP) return;
+  __syncwarp();
+  cluster_arrive_relaxed();
+}
+
+DEVICE void leave_exchange() {
+  if (kCluster == 1 || GATE_UP) return;
+  __syncwarp();
+  cluster_wait();
+}
+
+// A warp's sums, of 16 rows of x, go into the ring: [2 groups of 8 rows][unit of 8 columns] tiles of
+// 8 x 8, row by row. From there each group goes to the rank that finishes it, where they lie by source
+// rank.
+DEVICE void put_partial_sums(const float (&acc)[WIDTH / 2], u8* ring, int num_rows, const Place& at) {
+  consumers_sync();  // all warps are past the last stage
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int group = at.row / 8 + half;
     if (group * 8 >= num_rows) break;
-    const u32 slot =
-        (rank * kRowGroups + group % kRowGroups) * kUnits + at.col_group * (WIDTH / 8);
-    const u32 target = cluster_address(exchange + (slot * 32 + at.lane) * 8, group / kRowGroups);
+    const int first_unit = group * kUnits + at.col_group * (WIDTH / 8);
+    float2* target = reinterpret_cast<float2*>(ring) + first_unit * 32 + at.lane;
 #pragma unroll
     for (int unit = 0; unit < WIDTH / 8; ++unit)
-      cluster_store2(target + unit * 256, acc[unit * 4 + half * 2], acc[unit * 4 + half * 2 + 1]);
+      target[unit * 32] = {acc[unit * 4 + half * 2], acc[unit * 4 + half * 2 + 1]};
   }
+  if (kCluster == 1)
+    consumers_sync();
+  else
+    fence_async_proxy(), __syncwarp();
+}
+
+// Groups of 8 rows that a rank finishes.
+DEVICE int groups_of(int rank, int num_rows) {
+  return min(max((num_rows + 7) / 8 - rank * kRowGroups, 0), kRowGroups);
+}
+
+DEVICE void send_partial_sums(const u8* ring, u8* exchange, u32 arrived, int num_rows, int rank,
+                              const Place& at) {
+  if (kCluster == 1) return;
+  const int group = at.row / 8 + at.lane;  // of lanes 0 and 1
+  if (at.lane < 2 && group * 8 < num_rows) {
+    const int target = group / kRowGroups, columns = at.col_group * (WIDTH / 8) * 256;
+    const int place = (rank * kRowGroups + group % kRowGroups) * kUnits * 256 + columns;
+    cluster_copy(cluster_address(shared_address(exchange) + place, target),
+                 shared_address(ring) + group * kUnits * 256 + columns, WIDTH / 8 * 256,
+                 cluster_address(arrived, target));
+  }
+  __syncwarp();
 }
 
 // The part of an output that a thread finishes: 8 features of a row.
@@ -72,6 +150,7 @@ DEVICE Item item_of(int i, const Output& o, int first, int rank, int thread) {
 union Bf16x8 {
   uint4 vector;
   bf16 values[8];
+  __nv_bfloat162 pairs[4];
 };
 
 DEVICE bool is_whole(const Output& o) { return o.num_features % 8 == 0; }
@@ -111,13 +190,13 @@ DEVICE void store_summed(const float4* exchange, const uint4 (&residuals)[kItems
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       if (j >= count) break;
-      const float bias = o.bias != nullptr ? __bfloat162float(o.bias[item.feature + j]) : 0.f;
-      result.values[j] = __float2bfloat16_rn(sums[j] + bias);
+      if (o.bias != nullptr) sums[j] += __bfloat162float(o.bias[item.feature + j]);
       if (o.residual == nullptr) continue;
       if (!is_whole(o)) residual.values[j] = o.residual[index + j];
-      result.values[j] = __float2bfloat16_rn(__bfloat162float(result.values[j]) +
-                                             __bfloat162float(residual.values[j]));
+      sums[j] = bf16_round(sums[j]) + __bfloat162float(residual.values[j]);
     }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) result.pairs[j] = __floats2bfloat162_rn(sums[2 * j], sums[2 * j + 1]);
     bf16* out = static_cast<bf16*>(o.out) + index;
     if (is_whole(o))
       *reinterpret_cast<uint4*>(out) = result.vector;
@@ -134,15 +213,26 @@ DEVICE void swiglu_all(float (&h)[WIDTH / 4], const float (&acc)[WIDTH / 2]) {
   for (int i = 0; i < WIDTH / 4; ++i) h[i] = swiglu(acc[i / 4 * 8 + i % 4], acc[i / 4 * 8 + 4 + i % 4]);
 }
 
-DEVICE void cluster_max(u32 address, u32 value) {
-  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(address), "r"(value)
-               : "memory");
+constexpr DEVICE int first_rank(int group) { return group * 128 / kFeatures; }
+constexpr DEVICE int last_rank(int group) { return (group * 128 + 127) / kFeatures; }
+DEVICE bool has_part(int rank, int group) {
+  return group < GROUPS && first_rank(group) <= rank && rank <= last_rank(group);
 }
 
-// Maxima of |h|, [GROUPS][kRows] of the cluster as the bits of floats, to the CTAs that hold a part of
-// the group. A CTA has features `first` to `end` of one group or two.
-DEVICE void send_maxima(const float (&h)[WIDTH / 4], u32 maxima, int first, int end, int rank,
-                        const Place& at) {
+// What other CTAs, and this one, send to a rank: maxima of the groups it has a part of, or sums of the
+// rows it finishes.
+DEVICE int bytes_to_arrive(int num_rows, int rank) {
+  if (!kQuantises) return GATE_UP ? 0 : SPLIT * groups_of(rank, num_rows) * kUnits * 256;
+  int senders = 0;
+  for (int i = 0; i < kPlaces; ++i) {
+    const int group = rank * kFeatures / 128 + i;
+    if (has_part(rank, group)) senders += last_rank(group) - first_rank(group) + 1;
+  }
+  return senders * kRows * 4;
+}
+
+// Maxima of |h| of this CTA's features, `first` to `end` of one group or two: [kPlaces][kRows].
+DEVICE void note_maxima(const float (&h)[WIDTH / 4], u32* maxima, int first, int end, const Place& at) {
   const int boundary = (first / 128 + 1) * 128;
   float most[2][2] = {};  // [group][upper, lower row]
 #pragma unroll
@@ -164,17 +254,50 @@ DEVICE void send_maxima(const float (&h)[WIDTH / 4], u32 maxima, int first, int 
     value = fmaxf(value, __shfl_xor_sync(~0u, value, 1));
     value = fmaxf(value, __shfl_xor_sync(~0u, value, 2));
   }
-  const int mine = at.lane % 4;  // which of the four this lane sends
+  const int mine = at.lane % 4;  // which of the four this lane notes
   const float value = mine == 0   ? most[0][0]
                       : mine == 1 ? most[0][1]
                       : mine == 2 ? most[1][0]
                                   : most[1][1];
-  const int group = rank * kFeatures / 128 + mine / 2;  // of the cluster
-  if (group >= GROUPS) return;
-  const u32 slot = maxima + (group * kRows + at.row + mine % 2 * 8) * 4;
-  const int last = (group * 128 + 127) / kFeatures;
-  for (int target = group * 128 / kFeatures; target <= last; ++target)
-    cluster_max(cluster_address(slot, target), __float_as_uint(value));
+  u32* noted = maxima + mine / 2 * kRows + at.row + mine % 2 * 8;
+  if (mine / 2 < kPlaces) {
+    if (COL_GROUPS == 1)
+      *noted = __float_as_uint(value);
+    else
+      atomicMax(noted, __float_as_uint(value));
+  }
+  consumers_sync();
+}
+
+// To all CTAs of a group: there they lie behind its own, [place][rank][kRows].
+DEVICE void send_maxima(const u32* maxima, u32 arrived, int rank, int thread) {
+  if (kCluster == 1) return;
+  constexpr int kChunks = kRows / 4;
+#pragma unroll
+  for (int i = 0; i < kPlaces; ++i) {
+    const int group = rank * kFeatures / 128 + i;
+    if (!has_part(rank, group)) break;
+    const int count = (last_rank(group) - first_rank(group) + 1) * kChunks;
+    for (int j = thread; j < count; j += kConsumers) {
+      const int target = first_rank(group) + j / kChunks, chunk = j % kChunks;
+      const int place = group - target * kFeatures / 128;
+      const u32* slot = maxima + (kPlaces + place * kCluster + rank) * kRows + chunk * 4;
+      cluster_send4(cluster_address(shared_address(slot), target),
+                    reinterpret_cast<const float4*>(maxima + i * kRows)[chunk],
+                    cluster_address(arrived, target));
+    }
+  }
+  barrier_wait_cluster(arrived, 0);
+}
+
+// 448 / the maximum of a row over all features of a group, this CTA's first or second.
+DEVICE float factor_of(const u32* maxima, int place, int row, int rank) {
+  u32 most = __float_as_uint(1e-10f);
+  if (kCluster == 1) return 448.f / __uint_as_float(max(most, maxima[place * kRows + row]));
+  const int group = rank * kFeatures / 128 + place;
+  for (int source = first_rank(group); source <= last_rank(group); ++source)
+    most = max(most, maxima[(kPlaces + place * kCluster + source) * kRows + row]);
+  return 448.f / __uint_as_float(most);
 }
 
 // Copies the tile [kRows][kFeatures] of `Element` in shared memory to out [M, F].
@@ -206,15 +329,13 @@ DEVICE void store_bf16_tile(const float (&h)[WIDTH / 4], u8* ring, const Output&
 // Scales amax / 448; the CTA with a group's first feature writes them, zeros behind the last row.
 DEVICE void store_fp8_tile(const float (&h)[WIDTH / 4], const u32* maxima, u8* ring, const Output& o,
                            int first, int rank, const Place& at) {
-  const auto factor_of = [&](int group, int row) {
-    return 448.f / fmaxf(__uint_as_float(maxima[group * kRows + row]), 1e-10f);
-  };
   const int group = rank * kFeatures / 128;
   const int boundary = (group + 1) * 128 - rank * kFeatures;  // of this CTA's features
-  float factors[2][2];
+  float factors[2][2] = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    factors[i / 2][i % 2] = factor_of(min(group + i / 2, GROUPS - 1), at.row + i % 2 * 8);
+    if (i / 2 < kPlaces && has_part(rank, group + i / 2))
+      factors[i / 2][i % 2] = factor_of(maxima, i / 2, at.row + i % 2 * 8, rank);
 #pragma unroll
   for (int i = 0; i < WIDTH / 8; ++i) {
     const int column = at.col_group * (WIDTH / 2) + i / 2 * 8;
@@ -228,7 +349,7 @@ DEVICE void store_fp8_tile(const float (&h)[WIDTH / 4], const u32* maxima, u8* r
   if (begun * 128 < (rank + 1) * kFeatures && scale_row * 128 < o.num_features)
     for (int row = at.thread; row < (o.num_rows + 3) / 4 * 4; row += kConsumers)
       o.scales[static_cast<i64>(scale_row) * o.scale_stride + row] =
-          row < o.num_rows ? 1.f / factor_of(begun, row) : 0.f;
+          row < o.num_rows ? 1.f / factor_of(maxima, begun - group, row, rank) : 0.f;
   store_tile<u8>(ring, o, first, at.thread);
 }
 

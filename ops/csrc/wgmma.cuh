@@ -34,6 +34,7 @@ struct Wgmma;
 #define D48(i) D32(i), D16(i + 32)
 #define D64(i) D32(i), D32(i + 32)
 #define D80(i) D64(i), D16(i + 64)
+#define D96(i) D64(i), D32(i + 64)
 
 // One instruction: k = 32 for e4m3, 16 for bf16. The old value of d counts if `accumulate` is not 0.
 #define DEFINE_WGMMA(N, OUTPUTS, REGISTERS, A, B, P)                                              \
@@ -72,6 +73,9 @@ struct Wgmma;
 #define R80                                                                                       \
   R64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 
+#define R96                                                                                       \
+  R80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+
 DEFINE_WGMMA(8, D4(0), R4, "%4", "%5", "%6")
 DEFINE_WGMMA(16, D8(0), R8, "%8", "%9", "%10")
 DEFINE_WGMMA(32, D16(0), R16, "%16", "%17", "%18")
@@ -82,3 +86,4 @@ DEFINE_WGMMA(88, D44(0), R44, "%44", "%45", "%46")
 DEFINE_WGMMA(96, D48(0), R48, "%48", "%49", "%50")
 DEFINE_WGMMA(128, D64(0), R64, "%64", "%65", "%66")
 DEFINE_WGMMA(160, D80(0), R80, "%80", "%81", "%82")
+DEFINE_WGMMA(192, D96(0), R96, "%96", "%97", "%98")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ops import nvrtc, reference
+from ops.linear import gate_up_swiglu, linear
 from ops.linear_plans import WidePlan
 from ops.quantize import BlockScaled
 from tests.ops.test_linear import (
@@ -51,18 +52,18 @@ def test_wide_variants_compile(kind):
     pytest.importorskip("cuda.bindings.nvrtc")
     is_fp8 = kind == "bsfp8"
     for plan, is_gate_up in (
-        (WidePlan(80, 1, 2, 4, 8), False),
-        (WidePlan(160, 2, 1, 4, groups=5), True),
+        (WidePlan(80, 1, 2, 4, 3, split=8, batch=2), False),
+        (WidePlan(160, 2, 1, 3, 4, groups=5, producers=128), True),
     ):
         defines = plan.defines(is_fp8, is_gate_up, 2560)
         assert nvrtc.compile_source("linear_wide.cu", "sm_90a", defines)[:4] == b"\x7fELF"
 
 
 def test_ctas_cover_the_weight_in_whole_clusters():
-    plan = WidePlan(80, 1, 2, 4, groups=5)
+    plan = WidePlan(80, 1, 2, 4, 4, groups=5)
     assert plan.cluster(True, True) == 8 and plan.num_ctas(304, 8) == 128  # 121.6 have features
     assert plan.cluster(True, False) == 1 and plan.num_ctas(304, 1) == 122
-    plan = WidePlan(80, 1, 2, 4, split=8)
+    plan = WidePlan(80, 1, 2, 4, 4, split=8)
     assert plan.cluster(False, True) == 8 and plan.num_ctas(40, 8) == 128
 
 
@@ -73,7 +74,7 @@ def test_ctas_cover_the_weight_in_whole_clusters():
 def test_every_cut_gives_the_same_sums(width, row_groups, col_groups, split, kind):
     """N = 450 ends inside a CTA, inside 8 features, and its rows are not 16-byte aligned; 832
     values of K are not a multiple of what a rank takes."""
-    plan = WidePlan(width, row_groups, col_groups, 4, split)
+    plan = WidePlan(width, row_groups, col_groups, 4, 4, split)
     for n in (450, 512):
         weight = random_weight(n, 832, "cuda")
         tiles, matrix, bias = (
@@ -100,7 +101,7 @@ def test_every_cut_gives_the_same_sums(width, row_groups, col_groups, split, kin
 @pytest.mark.parametrize(("width", "row_groups", "col_groups", "groups"), GATE_UP_CUTS)
 def test_every_cut_of_gate_and_up(width, row_groups, col_groups, groups, kind):
     """832 features are six and a half groups; CTAs at the end have none."""
-    plan = WidePlan(width, row_groups, col_groups, 3, groups=groups)
+    plan = WidePlan(width, row_groups, col_groups, 3, 3, groups=groups)
     weight = random_weight(1664, 832, "cuda")
     tiles, matrix = packed(weight, kind, is_gate_up=True), exact(weight, kind)
     for num_rows in rows_to_try(plan):
@@ -111,15 +112,52 @@ def test_every_cut_of_gate_and_up(width, row_groups, col_groups, groups, kind):
         assert_activated(out, activated)
 
 
+# Ways to stream a tile, of 7 or 8 blocks of K in each half of it (8 bits: 3 or 4).
+STREAMS: list[dict[str, int]] = [
+    {"stages": 5, "row_stages": 2},
+    {"stages": 2, "row_stages": 5},
+    {"stages": 4, "row_stages": 4, "batch": 2},
+    {"stages": 2, "row_stages": 3, "batch": 3},
+    {"stages": 3, "row_stages": 3, "batch": 2, "producers": 128},
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_a_width_change_no_bit(kind):
-    weight = packed(random_weight(512, 1024, "cuda"), kind)
-    x = activation(random_rows(100, 1024, "cuda"), kind)
-    plan = WidePlan(160, 2, 1, 3, split=2)
-    whole = poisoned_launch(x, weight, 512, plan=plan)
-    for other in (replace(plan, parts=2), replace(plan, stages=4)):
-        assert torch.equal(poisoned_launch(x, weight, 512, plan=other), whole), other
+@pytest.mark.parametrize("k", [1024, 832])
+@pytest.mark.parametrize("width", [64, 96])
+def test_how_a_tile_is_streamed_changes_no_bit(width, k, kind):
+    weight = packed(random_weight(512, k, "cuda"), kind)
+    plan = WidePlan(width, 2, 1, 4, 4, split=2)
+    for num_rows in (1, 100, 137):
+        x = activation(random_rows(num_rows, k, "cuda"), kind)
+        expected = poisoned_launch(x, weight, 512, plan=plan)
+        for stream in STREAMS:
+            out = poisoned_launch(x, weight, 512, plan=replace(plan, **stream))
+            assert torch.equal(out, expected), (num_rows, stream)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_rows", [33, 64, 65, 128])
+def test_a_busy_device_changes_no_bit(num_rows, kind):
+    """Hundreds of launches, each on the other's output, beside a stream that keeps SMs and memory
+    busy."""
+    gate_up = packed(random_weight(2 * 1024, 512, "cuda"), kind, is_gate_up=True)
+    down = packed(random_weight(512, 1024, "cuda"), kind)
+    x = random_rows(num_rows, 512, "cuda")
+    expected = linear(gate_up_swiglu(activation(x, kind), gate_up), down, residual=x)
+    torch.cuda.synchronize()
+    noise, other = torch.zeros(1 << 26, device="cuda"), torch.cuda.Stream()
+    outputs = []
+    for turn in range(200):
+        if turn % 8 == 0:
+            with torch.cuda.stream(other):
+                noise.add_(1)
+        hidden = gate_up_swiglu(activation(x, kind), gate_up)
+        outputs.append(linear(hidden, down, residual=x))
+    torch.cuda.synchronize()
+    assert sum(not torch.equal(out, expected) for out in outputs) == 0
 
 
 @pytest.mark.gpu
@@ -128,7 +166,7 @@ def test_replay_of_wide_kernels_equals_eager(kind):
     """A chain of dependent launches, captured; every kernel sees what the one before it wrote."""
     gate_up = packed(random_weight(2 * 1024, 512, "cuda"), kind, is_gate_up=True)
     down = packed(random_weight(512, 1024, "cuda"), kind)
-    plans = WidePlan(64, 1, 2, 4, blocks_per_sm=2), WidePlan(48, 1, 2, 3, 4)
+    plans = WidePlan(64, 1, 2, 4, 4, blocks_per_sm=2), WidePlan(48, 1, 2, 3, 3, 4)
     x = random_rows(64, 512, "cuda")
 
     def step():
