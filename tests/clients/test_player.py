@@ -27,6 +27,7 @@ from tests.clients.scripted_server import (
 )
 
 WORD_MS = 20 * PACKETS_PER_WORD
+TIMEOUT_S = 10.0
 
 
 def level(value: int, num_packets: int) -> list[bytes]:
@@ -200,6 +201,7 @@ async def test_underruns_are_counted() -> None:
             device.advance(10)
             await asyncio.sleep(0)
         assert playing.played_ms == 60.0
+        assert player.num_underruns == 1, "told while it plays"
         may_go_on.set()
         await play_out(device, playing)
         assert playing.played_ms == 120.0
@@ -254,6 +256,24 @@ async def test_leaving_the_block_stops_what_plays() -> None:
         async with Player(session, device) as player:
             unread = player.play("four five")
         await unread
+
+
+async def test_leaving_the_block_does_not_wait_for_a_turn_that_goes_on() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect_turn()
+        await peer.audio(1, level(1000, 3))
+        await peer.expect(TurnCancel)
+        await peer.until_closed()
+
+    device = NullDevice()
+    async with session_with(script) as session, asyncio.timeout(TIMEOUT_S):
+        async with Player(session, device) as player:
+            playing = player.play("one")
+            while not playing.played_ms:
+                device.advance(10)
+                await asyncio.sleep(0)
+        await playing  # interrupted, which is no error
 
 
 async def test_no_sounddevice_is_one_sentence(monkeypatch) -> None:
