@@ -9,6 +9,7 @@ from clients import ConnectionFailed, ConnectionLost, EngineError, Reconnect, Vo
 from clients.reconnect import Attempts, is_retryable
 from realtime.errors import CapacityError, PlosiveError, ProtocolError, SessionError
 from realtime.wire import (
+    SessionClose,
     SessionStart,
     SessionUpdate,
     TextAppend,
@@ -283,6 +284,21 @@ async def test_ending_a_session_ends_its_attempts(ending) -> None:
                 await session.close()
         with pytest.raises(ConnectionLost):
             await waiting
+    assert len(server.peers) == 1
+
+
+async def test_a_connection_that_breaks_while_it_is_closed_is_not_opened_again() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(SessionClose)
+        peer.socket.transport.abort()
+
+    async with scripted_server(in_order(script, talker)) as server:
+        async with connect(server.url, reconnect=AT_ONCE) as session:
+            await session.close()
+            assert session.has_ended
+            with pytest.raises(ConnectionLost):
+                session.turn()
     assert len(server.peers) == 1
 
 
