@@ -293,12 +293,14 @@ async def test_a_connection_that_breaks_while_it_is_closed_is_not_opened_again()
         await peer.expect(SessionClose)
         peer.socket.transport.abort()
 
-    async with scripted_server(in_order(script, talker)) as server:
-        async with connect(server.url, reconnect=AT_ONCE) as session:
-            await session.close()
-            assert session.has_ended
-            with pytest.raises(ConnectionLost):
-                session.turn()
+    async with (
+        scripted_server(in_order(script, talker)) as server,
+        connect(server.url, reconnect=AT_ONCE) as session,
+    ):
+        await session.close()
+        assert session.has_ended
+        with pytest.raises(ConnectionLost):
+            session.turn()
     assert len(server.peers) == 1
 
 
