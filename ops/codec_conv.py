@@ -25,6 +25,7 @@ _MAX_SINGLE_BLOCK = 112
 # Sums are split where few columns leave most of the device idle for one stream.
 _LONG_SUM, _MANY_COLUMNS = 3072, 3072
 _LINEAR_TILES = 16  # of weights, what the kernel for few rows holds
+_SLABS_BYTES = 57344  # at most, so that two CTAs fit a multiprocessor
 _LINEAR_MAX_CTAS = 200  # beyond it the other kernel is faster (measured on an H200)
 
 
@@ -50,7 +51,7 @@ class Conv:
     """A causal convolution, and the activation of what it gives.
 
     weight: [N, K] # K = taps * channels by blocks of channels, padded to 64; see `pack_conv`.
-        On CUDA in the order in which the kernel reads it: [N / 32, K / 64, 32, 64], see `_tiles`
+        On CUDA in the order in which the kernel reads it: [K / 64, N / 32, 32, 64], see `_tiles`
     bias, alpha, inverse: f32 [N]; alpha and inverse (1 / alpha) belong to the snake
     """
 
@@ -130,11 +131,11 @@ def pack_matrix(*weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tiles(weight: Tensor) -> Tensor:
-    """[N, K] -> [N / 32, K / 64, 32, 64]: pieces of 4 KiB that are copied as they are. Within a
-    piece, the tensor cores expect chunk c (16 bytes) of row r at chunk c ^ r % 8."""
+    """[N, K] -> [K / 64, N / 32, 32, 64]: pieces of 4 KiB, those that are needed together beside each
+    other. Within a piece, the tensor cores expect chunk c (16 bytes) of row r at chunk c ^ r % 8."""
     weight = F.pad(weight, (0, 0, 0, -weight.shape[0] % 32))
     num_rows, num_products = weight.shape
-    pieces = weight.view(num_rows // 32, 32, num_products // 64, 8, 8).transpose(1, 2)
+    pieces = weight.view(num_rows // 32, 32, num_products // 64, 8, 8).permute(2, 0, 1, 3, 4)
     chunk = torch.arange(8, device=weight.device)
     source = (chunk ^ torch.arange(32, device=weight.device)[:, None] % 8)[..., None]
     return pieces.gather(3, source.expand_as(pieces)).flatten(3).contiguous()
@@ -248,9 +249,10 @@ def _conv_cuda(
     slab_rows = tile.rows // steps * (steps + layer.num_past)
     num_blocks = layer.channels // block // layer.num_splits
     # One or two taps use a slab up before the next one has come, if that is asked for only then.
-    ahead = 1 if layer.num_taps > 2 else 2
-    num_slabs = min(math.ceil((tile.stages - 1) / layer.num_taps) + ahead, num_blocks)
-    slab_bytes = num_slabs * slab_rows * (2 * block + 16) + 8 * slab_rows
+    wanted = math.ceil((tile.stages - 1) / layer.num_taps) + (1 if layer.num_taps > 2 else 2)
+    slab_bytes = slab_rows * (2 * block + 16)
+    num_slabs = min(wanted, num_blocks, max(2, _SLABS_BYTES // slab_bytes))
+    slab_bytes = num_slabs * slab_bytes + 8 * slab_rows
     sums = 4 * tile.rows * (tile.columns + 8)
     numbers = (
         x.shape[0], num_steps, layer.channels, layer.num_columns, layer.num_taps, layer.dilation,
@@ -310,7 +312,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = (Tile(64, 32, 8), Tile(64, 96, 4), Tile(128, 96, 3))
+TILES = (Tile(64, 32, 8), Tile(64, 96, 4), Tile(128, 96, 4))
 _FULL_CTAS = 132  # of large tiles, from which on they are the fastest (measured on an H200)
 
 

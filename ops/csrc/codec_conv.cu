@@ -35,14 +35,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const Shape s{num_rows, num_steps,       channels,       columns,       num_taps,   dilation,
                 padded_products, history_values, history_start, activation, is_f32};
   const Slabs slabs(shared, s, num_slabs);
-  const int tid = threadIdx.x, lane = tid % 32;
+  const int tid = threadIdx.x;
   const int first_column = blockIdx.x * BN, first = blockIdx.y * BM;
   const int rank = blockIdx.z;  // in the cluster
   const int num_blocks = (channels + CB - 1) / CB / num_splits;
   const int num_tiles = padded_products / 64 / num_splits;
-  const int pitch = num_tiles * num_splits;
+  const int pitch = (columns + 31) / 32;
   const __half* piece =
-      weight + (i64(first_column / 32) * pitch + rank * num_tiles) * (kPieceBytes / 2);
+      weight + (i64(rank * num_tiles) * pitch + first_column / 32) * (kPieceBytes / 2);
   const int num_pieces = min(BN / 32, (columns - first_column + 31) / 32);
   const WeightStream weights{slabs.base, slabs.tiles, piece, num_tiles, num_pieces, pitch};
 
@@ -69,15 +69,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   int channel = 0, tap = 0, block = 0, slab_index = 0;
   bool is_new_block = true;
 
-  for (int k = 0; k < num_tiles; k++) {
+  auto fetch = [&](u32 (&a)[4][4]) {
     if (is_new_block) {
       wait_copies(num_slabs > 1 ? num_slabs - 2 : 0);
       __syncthreads();
       if (num_slabs > 1) load_slab();
       is_new_block = false;
     }
-    weights.wait(k);
-    u32 a[4][4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       load_fragment(a[i], slab + at + channel * 2);
@@ -91,15 +89,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       is_new_block = true, slab_index = slab_index + 1 == num_slabs ? 0 : slab_index + 1;
       slab = slabs.slab(slab_index) + lane_offset;
     }
-    fence_registers();
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      multiply(sums, a[i], step_address(weights.tile(k), i), i, lane);
-    finish_products();
-    weights.refill(k);
-    wait_products<0>();
-    weights.release(k);
-  }
+  };
+  multiply_tiles<1>(sums, weights, num_tiles, fetch, [] {});
   wait_copies<0>();
   __syncthreads();
 

@@ -116,14 +116,14 @@ template <int kPending>
 DEVICE void wait_products() {}
 #endif
 
-DEVICE float clamped(float value) { return fminf(fmaxf(value, -65504.f), 65504.f); }
+// Rounded to halves; what is out of their range becomes their largest.
+DEVICE u32 packed(float low, float high) {
+  u32 halves;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+  return halves;
+}
 DEVICE uint4 packed(const float (&v)[8]) {
-  uint4 result;
-  __half2* halves = reinterpret_cast<__half2*>(&result);
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    halves[i] = __floats2half2_rn(clamped(v[2 * i]), clamped(v[2 * i + 1]));
-  return result;
+  return make_uint4(packed(v[0], v[1]), packed(v[2], v[3]), packed(v[4], v[5]), packed(v[6], v[7]));
 }
 DEVICE void load8(float (&v)[8], const float* source) {
   float4 low = reinterpret_cast<const float4*>(source)[0];
@@ -158,18 +158,17 @@ DEVICE void activate(float (&v)[8], int activation, const float (&alpha)[8],
 // Tiles of weights on their way to shared memory: full barriers, then empty ones, then the tiles.
 struct WeightStream {
   u32 base, tiles;
-  const __half* weight;  // of the CTA's first piece
-  int num_tiles, num_pieces;
-  int pitch;  // tiles from one piece's first to the next one's
+  const __half* weight;  // of the CTA's first tile
+  int num_tiles, num_pieces;  // of a tile: pieces of 32 columns, one after the other
+  int pitch;  // pieces from a tile's first to the next one's
 
   DEVICE u32 full(int k) const { return base + k % STAGES * 8; }
   DEVICE u32 empty(int k) const { return base + (STAGES + k % STAGES) * 8; }
   DEVICE u32 tile(int k) const { return tiles + k % STAGES * kTileBytes; }
   DEVICE void load(int k) const {  // one thread
-    barrier_expect(full(k), num_pieces * kPieceBytes);
-    for (int i = 0; i < num_pieces; i++)
-      bulk_copy(tile(k) + i * kPieceBytes, weight + (i64(i) * pitch + k) * (kPieceBytes / 2),
-                kPieceBytes, full(k));
+    const u32 bytes = num_pieces * kPieceBytes;
+    barrier_expect(full(k), bytes);
+    bulk_copy(tile(k), weight + i64(k) * pitch * (kPieceBytes / 2), bytes, full(k));
   }
   DEVICE void start() const {  // one thread; nothing waits for the kernel before
     for (int i = 0; i < STAGES; i++) {
@@ -190,6 +189,29 @@ struct WeightStream {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty(k));
   }
 };
+
+// sums += the products of tiles 0 .. count - 1 of the weights with the fragments that fetch(a) gives;
+// meanwhile() is called while a tile's products run. All threads. To have the next tile's fragments
+// and products under way before a tile's are done is slower: its stage is then refilled later.
+template <int kUnrolled, class Fetch, class Meanwhile>
+DEVICE void multiply_tiles(float (&sums)[BN / 2], const WeightStream& weights, int count, Fetch fetch,
+                           Meanwhile meanwhile) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll kUnrolled
+  for (int k = 0; k < count; k++) {
+    u32 a[4][4];
+    fetch(a);
+    weights.wait(k);
+    fence_registers();
+#pragma unroll
+    for (int i = 0; i < 4; i++) multiply(sums, a[i], step_address(weights.tile(k), i), i, lane);
+    finish_products();
+    weights.refill(k);
+    meanwhile();
+    wait_products<0>();
+    weights.release(k);
+  }
+}
 
 // The sums of all threads -> [BM, kSumStride] in shared memory.
 DEVICE void stage(float* staged, const float (&sums)[BN / 2]) {
@@ -217,6 +239,7 @@ DEVICE void add(float (&v)[8], uint4 bits) {
 }
 
 // Who finishes what of a tile: a thread, 8 columns of every kOutAtOnce-th row.
+constexpr int kMostSplits = 4;
 constexpr int kOutAtOnce = kThreads / (BN / 8), kPasses = (BM + kOutAtOnce - 1) / kOutAtOnce;
 DEVICE int my_columns() { return threadIdx.x % (BN / 8) * 8; }
 DEVICE int my_first_row() {
@@ -261,12 +284,22 @@ DEVICE void finish(const Finish& f, const float* staged, int first, int first_co
     const i64 place = place_of(row);
     const float* mine = staged + (rank * share + row) * kSumStride + my_columns();
     float v[8] = {};
-    if (num_splits == 1) load8(v, mine);
-    for (int part = 0; part < (num_splits == 1 ? 0 : num_splits); part++) {
-      u32 address = cluster_address(shared_address(mine), part);
-      float4 low = cluster_load4(address), high = cluster_load4(address + 16);
-      v[0] += low.x, v[1] += low.y, v[2] += low.z, v[3] += low.w;
-      v[4] += high.x, v[5] += high.y, v[6] += high.z, v[7] += high.w;
+    if (num_splits == 1) {
+      load8(v, mine);
+    } else {
+      float4 low[kMostSplits], high[kMostSplits];  // all parts are on their way before the first is added
+#pragma unroll
+      for (int part = 0; part < kMostSplits; part++) {
+        if (part >= num_splits) break;
+        u32 address = cluster_address(shared_address(mine), part);
+        low[part] = cluster_load4(address), high[part] = cluster_load4(address + 16);
+      }
+#pragma unroll
+      for (int part = 0; part < kMostSplits; part++) {
+        if (part >= num_splits) break;
+        v[0] += low[part].x, v[1] += low[part].y, v[2] += low[part].z, v[3] += low[part].w;
+        v[4] += high[part].x, v[5] += high[part].y, v[6] += high[part].z, v[7] += high[part].w;
+      }
     }
     if (f.bias) add(v, bias);
     if (f.residual && f.is_f32) {

@@ -46,11 +46,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   extern __shared__ unsigned char shared[];
   const int tid = threadIdx.x, rank = blockIdx.z;
   const int first_column = blockIdx.x * BN, first = blockIdx.y * ROWS;
-  const int num_tiles = channels / 64 / num_splits, pitch = channels / 64;
+  const int num_tiles = channels / 64 / num_splits, pitch = (columns + 31) / 32;
   const u32 base = shared_address(shared), tiles = (base + kBarrierBytes + 1023) & ~1023u;
   const u32 input = tiles + num_tiles * kTileBytes;
   const WeightStream weights{
-      base,  tiles, weight + (i64(blockIdx.x) * pitch + rank * num_tiles) * (kPieceBytes / 2), num_tiles,
+      base,  tiles, weight + (i64(rank * num_tiles) * pitch + blockIdx.x) * (kPieceBytes / 2), num_tiles,
       1,     pitch};
   if (tid == 0) weights.start();  // num_tiles is at most STAGES
   wait_for_previous_kernels();

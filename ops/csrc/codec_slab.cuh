@@ -15,18 +15,6 @@ struct Shape {
   int activation, is_f32;             // of residual and raw
 };
 
-// Where row `row` of the slab comes from; null: zeros.
-DEVICE const __half* slab_source(int row, int first, const Shape& s, const __half* in,
-                                 const __half* history, const i64* slots) {
-  int halo = (s.num_taps - 1) * s.dilation, steps = min(s.num_steps, BM);
-  int segment = row / (steps + halo), offset = row - segment * (steps + halo) - halo;
-  int stream = first / s.num_steps + segment;
-  int t = (s.num_steps < BM ? 0 : first % s.num_steps) + offset;
-  if (stream * s.num_steps >= s.num_rows || t >= s.num_steps) return nullptr;
-  if (t >= 0) return in + i64(stream * s.num_steps + t) * s.channels;
-  return history + slots[stream] * s.history_values + s.history_start + i64(halo + t) * s.channels;
-}
-
 // Copy `count` chunks of 16 bytes, from(i) -> to(i), a worker's share of them, several in flight.
 template <class From, class To>
 DEVICE void copy_chunks(int count, int worker, int num_workers, From from, To to) {
@@ -104,8 +92,15 @@ struct Slabs {
   // The slots are read, which only what ran before the kernel before may have written.
   DEVICE void start(int first, const Shape& s, const __half* in, const __half* history,
                     const i64* slots) const {
+    const int first_stream = first / s.num_steps, begin = first - first_stream * s.num_steps;
     for (int row = threadIdx.x; row < rows; row += kThreads) {
-      sources[row] = slab_source(row, first, s, in, history, slots);
+      const int segment = s.num_steps < BM ? row / (steps + halo) : 0;
+      const int stream = first_stream + segment, t = begin + row - segment * (steps + halo) - halo;
+      sources[row] = nullptr;
+      if (stream * s.num_steps < s.num_rows && t < s.num_steps)
+        sources[row] = t >= 0 ? in + i64(stream * s.num_steps + t) * s.channels
+                              : history + slots[stream] * s.history_values + s.history_start +
+                                    i64(halo + t) * s.channels;
       if (sources[row]) continue;
       for (int i = 0; i < num_slabs; i++)
         for (int chunk = 0; chunk < CB / 8; chunk++)

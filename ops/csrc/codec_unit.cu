@@ -16,6 +16,7 @@
 constexpr int kTaps = 7, kBlocks = BN / CB, kSlabs = kBlocks > 1 ? 2 : 1;
 constexpr int kFirstTiles = (kTaps * BN + 63) / 64, kLastTiles = (BN + 63) / 64;  // of conv7, conv1
 constexpr int kParts = 4;  // the next slab's snake is applied during the last taps of a block's
+static_assert(STAGES >= kLastTiles, "");  // those of conv1 are never released
 
 struct Snakes {
   const float *alpha, *inverse;
@@ -26,11 +27,6 @@ struct Snakes {
     return make_float2(v.x + x * x * r.x, v.y + y * y * r.y);
   }
 };
-
-DEVICE u32 packed2(float2 v) {
-  __half2 halves = __floats2half2_rn(clamped(v.x), clamped(v.y));
-  return *reinterpret_cast<u32*>(&halves);
-}
 
 // Two CTAs are to fit an SM where their shared memory does.
 extern "C" __global__ void __launch_bounds__(kThreads, BN == 96 ? 512 / kThreads : 1)
@@ -45,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BN == 96 ? 512 / kThreads
   const Slabs slabs(shared, s, kSlabs);
   const int tid = threadIdx.x, lane = tid % 32, first = blockIdx.x * BM;
   constexpr int kTiles = kFirstTiles + kLastTiles;
-  const WeightStream weights{slabs.base, slabs.tiles, weight, kTiles, BN / 32, kTiles};
+  const WeightStream weights{slabs.base, slabs.tiles, weight, kTiles, BN / 32, BN / 32};
 
   auto load_slab = [&](int block) {
     slabs.load(block % kSlabs, block * CB);
@@ -82,15 +78,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, BN == 96 ? 512 / kThreads
   u32 at = slabs.slab(0) + lane_offset;  // of the tap's rows
   int channel = 0, tap = 0, block = 0;
   bool is_new_block = true;
-  for (int k = 0; k < kFirstTiles; k++) {
+  int part = -1;  // of the next slab, whose snake is applied while the products of a tile run
+  // A tile's fragments are fetched while the products of the tile before run.
+  auto fetch = [&](u32 (&a)[4][4]) {
     if (is_new_block) {
       __syncthreads();
       if (kBlocks > 1 && block + 1 < kBlocks) load_slab(block + 1);
       is_new_block = false;
     }
-    const int part = kBlocks > 1 && block + 1 < kBlocks ? tap - (kTaps - kParts) : -1;  // of the next slab
-    weights.wait(k);
-    u32 a[4][4];
+    part = kBlocks > 1 && block + 1 < kBlocks ? tap - (kTaps - kParts) : -1;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       load_fragment(a[i], at + channel * 2);
@@ -102,47 +98,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, BN == 96 ? 512 / kThreads
       is_new_block = block < kBlocks;
       at = slabs.slab(block < kBlocks ? block % kSlabs : 0) + lane_offset;
     }
-    fence_registers();
-#pragma unroll
-    for (int i = 0; i < 4; i++) multiply(sums, a[i], step_address(weights.tile(k), i), i, lane);
-    finish_products();
-    weights.refill(k);
-    if (kBlocks > 1 && part >= 0) {
-      wait_copies<0>();
-      apply_snake(block - is_new_block + 1, part, kParts);
-    }
-    wait_products<0>();
-    weights.release(k);
-  }
+  };
+  auto snake_next_slab = [&] {
+    if (kBlocks == 1 || part < 0) return;
+    wait_copies<0>();
+    apply_snake(block - is_new_block + 1, part, kParts);
+  };
+  // Where a tile has parts of two taps, all is known of each only if there is no loop.
+  multiply_tiles<CB == 64 ? 1 : kFirstTiles>(sums, weights, kFirstTiles, fetch, snake_next_slab);
 
   // Sums of columns 16 i .. 16 i + 15 -> fragment i of the second product.
-  u32 inner[kLastTiles * 4][4];
+  u32 inner[kLastTiles * 4][4] = {};
   const Snakes snake1{alpha1, inverse1};
 #pragma unroll
-  for (int j = 0; j < kLastTiles * 8; j++) {
-    float2 low = make_float2(0, 0), high = low;
-    if (j < BN / 8) {
-      int column = j * 8 + lane % 4 * 2;
-      float2 bias = *reinterpret_cast<const float2*>(bias7 + column);
-      low = snake1(column, make_float2(sums[4 * j] + bias.x, sums[4 * j + 1] + bias.y));
-      high = snake1(column, make_float2(sums[4 * j + 2] + bias.x, sums[4 * j + 3] + bias.y));
-      sums[4 * j] = sums[4 * j + 1] = sums[4 * j + 2] = sums[4 * j + 3] = 0;
-    }
-    inner[j / 2][j % 2 * 2] = packed2(low), inner[j / 2][j % 2 * 2 + 1] = packed2(high);
+  for (int j = 0; j < BN / 8; j++) {
+    int column = j * 8 + lane % 4 * 2;
+    float2 bias = *reinterpret_cast<const float2*>(bias7 + column);
+    float2 low = snake1(column, make_float2(sums[4 * j] + bias.x, sums[4 * j + 1] + bias.y));
+    float2 high = snake1(column, make_float2(sums[4 * j + 2] + bias.x, sums[4 * j + 3] + bias.y));
+    inner[j / 2][j % 2 * 2] = packed(low.x, low.y);
+    inner[j / 2][j % 2 * 2 + 1] = packed(high.x, high.y);
+    sums[4 * j] = sums[4 * j + 1] = sums[4 * j + 2] = sums[4 * j + 3] = 0;
   }
+  fence_registers();
 #pragma unroll
-  for (int tile = 0; tile < kLastTiles; tile++) {
-    const int k = kFirstTiles + tile;
-    weights.wait(k);
-    fence_registers();
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      multiply(sums, inner[tile * 4 + i], step_address(weights.tile(k), i), i, lane);
-    finish_products();
-    weights.refill(k);
-    wait_products<0>();
-    weights.release(k);
+  for (int i = 0; i < kLastTiles * 4; i++) {
+    const int k = kFirstTiles + i / 4;
+    if (i % 4 == 0) weights.wait(k);
+    multiply(sums, inner[i], step_address(weights.tile(k), i % 4), i % 4, lane);
+    if (i % 4 == 3) finish_products(), weights.refill(k);
   }
+  wait_products<0>();
   __syncthreads();
 
   const int column = my_columns();
