@@ -195,6 +195,19 @@ async def test_a_connection_that_never_speaks_counts_on() -> None:
     assert len(server.peers) == 4
 
 
+async def test_a_connection_that_speaks_may_be_lost_any_number_of_times() -> None:
+    once = Reconnect(max_attempts=1, initial_delay_s=0.0)
+    async with (
+        scripted_server(drop_first) as server,
+        connect(server.url, reconnect=once) as session,
+    ):
+        for _ in range(4):
+            with pytest.raises(ConnectionLost, match="1012"):
+                async for _ in session.say("one two"):
+                    pass
+    assert len(server.peers) >= 4
+
+
 async def test_a_server_that_is_gone_ends_the_session_with_the_last_reason() -> None:
     async with (
         scripted_server(drop_first) as server,

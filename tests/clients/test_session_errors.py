@@ -104,7 +104,7 @@ async def test_a_turn_that_an_error_without_a_turn_ended_is_cancelled_and_the_ne
     async def script(peer: Peer) -> None:
         await peer.accept()
         await peer.expect(TextAppend)
-        await peer.send(Error(code="text_too_long", message="turn 1: too long"))
+        await peer.send(Error(code="session_closing", message="turn 1: too long"))
         assert (await peer.expect(TurnCancel)).turn_id == 1
         await peer.send(Error(code="turn_too_long", message="no", turn_id=1, keeps_turn=True))
         await peer.expect_turn()
