@@ -18,6 +18,7 @@ from websockets.exceptions import InvalidStatus
 
 from clients import ConnectionFailed, connect
 from clients.voices import add_voice, list_voices
+from realtime import auth
 from realtime.__main__ import main
 from realtime.auth import ApiKeys, load_api_keys, make_rules, presented_key
 from realtime.config import ConfigError, ServerConfig
@@ -94,6 +95,20 @@ async def test_keys_over_http_and_sockets(closed: Served) -> None:
         else:
             assert (await socket_status(closed, additional_headers=headers))[0] == 101
             await closed.until_free()
+
+
+async def test_a_body_without_end_is_answered_all_the_same(
+    closed: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "_MAX_DISCARDED_BYTES", 200_000)
+
+    async def body() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(10_000)
+            await asyncio.sleep(0)
+
+    async with closed.http() as http, asyncio.timeout(TIMEOUT_S):
+        assert (await http.post("/v1/tts", content=body())).status_code == 401
 
 
 async def test_key_as_a_subprotocol(closed: Served) -> None:
