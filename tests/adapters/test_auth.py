@@ -102,13 +102,20 @@ async def test_a_body_without_end_is_answered_all_the_same(
 ) -> None:
     monkeypatch.setattr(auth, "_MAX_DISCARDED_BYTES", 200_000)
 
-    async def body() -> AsyncIterator[bytes]:
-        while True:
-            yield bytes(10_000)
-            await asyncio.sleep(0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", closed.port)
+    writer.write(b"POST /v1/tts HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
 
-    async with closed.http() as http, asyncio.timeout(TIMEOUT_S):
-        assert (await http.post("/v1/tts", content=body())).status_code == 401
+    async def send() -> None:
+        while True:
+            writer.write(b"2710\r\n" + bytes(10_000) + b"\r\n")
+            await writer.drain()
+
+    sending = asyncio.create_task(send())
+    async with asyncio.timeout(TIMEOUT_S):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    writer.transport.abort()
 
 
 async def test_key_as_a_subprotocol(closed: Served) -> None:
