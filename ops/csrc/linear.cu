@@ -112,12 +112,15 @@ struct Producer {
   }
 };
 
-// acc += part * (weight scale * activation scale): the sums of one block of 128.
-DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[COLS / 2], float2 weight_scale,
+// acc += part * (weight scale * activation scale): the sums of one block of 128. Returns bits of all
+// that it read of the activations' scales.
+DEVICE u32 add_scaled(float (&acc)[COLS / 2], const float (&part)[COLS / 2], float2 weight_scale,
                        const float2* act_scales, int lane) {
+  u32 bits = 0;
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
     const float2 scale = act_scales[unit * 4 + lane % 4];
+    bits |= __float_as_uint(scale.x) | __float_as_uint(scale.y);
     const float upper[2] = {weight_scale.x * scale.x, weight_scale.x * scale.y};
     const float lower[2] = {weight_scale.y * scale.x, weight_scale.y * scale.y};
     float* sums = acc + unit * 4;
@@ -126,6 +129,15 @@ DEVICE void add_scaled(float (&acc)[COLS / 2], const float (&part)[COLS / 2], fl
     sums[2] += part[unit * 4 + 2] * (GATE_UP ? lower : upper)[0];
     sums[3] += part[unit * 4 + 3] * (GATE_UP ? lower : upper)[1];
   }
+  return bits;
+}
+
+// Gives a stage back, once `bits` are there. An arrival overtakes loads from shared memory, which may be
+// late where other warps have many; the copy engine would then write the next scales before these are
+// read. So its address depends on them, as far as the compiler knows: grids have one layer.
+DEVICE void release(u32 barrier, u32 bits, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier + (bits & gridDim.z - 1));
 }
 
 // The sums over this CTA's part of K, in the register layout of wgmma.cuh.
@@ -153,11 +165,11 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (first + i >= p.blocks) break;
+      u32 bits = 0;
       if constexpr (IS_FP8)
-        add_scaled(acc, parts[i], tile_scales[(first + i) * WARPGROUPS + group],
-                   act_scales + (NORM ? first + i : done.index) * (COLS / 2), lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared.empty + done.index * 8);
+        bits = add_scaled(acc, parts[i], tile_scales[(first + i) * WARPGROUPS + group],
+                          act_scales + (NORM ? first + i : done.index) * (COLS / 2), lane);
+      release(shared.empty + done.index * 8, NORM ? 0 : bits, lane);
       done.advance();
     }
   }
