@@ -88,7 +88,7 @@ CLIPS = {
     "quiet speech": lambda speech, noise: 0.02 * speech,
     "overdriven speech": lambda speech, noise: 20 * speech,
     "a word": lambda speech, noise: speech[12_000:26_400],
-    "speech in noise": lambda speech, noise: speech + 0.02 * noise,
+    "speech in noise": lambda speech, noise: speech + 0.05 * noise,
     "noise": lambda speech, noise: 0.1 * noise,
     "a tone": lambda speech, noise: (
         0.3 * np.sin(np.arange(len(speech)) * 2 * np.pi * 220 / RATE_HZ)
@@ -111,10 +111,10 @@ async def test_whatever_the_clip_speech_comes_out(
 
 
 def test_a_quiet_clip_is_the_same_voice(url: str, voices: Path, stranger: np.ndarray) -> None:
-    for name, gain in (("loud", 1.0), ("quiet", 0.1)):
+    for name, gain in (("loud", 1.0), ("quiet", 0.2)):
         assert add(url, name, gain * stranger).status_code == 201
     loud, quiet = (load_file(voices / f"{name}.safetensors")["codes"] for name in ("loud", "quiet"))
-    assert float((loud == quiet).float().mean()) > 0.5  # of all codebooks
+    assert float((loud[0] == quiet[0]).float().mean()) > 0.7  # without a level of its own: 0.1
 
 
 def test_noise_is_told_from_speech(stranger: np.ndarray) -> None:
