@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.adapters.fish_support import TEXT
 from tests.adapters.test_fish_http import refusal
@@ -68,7 +69,10 @@ async def test_search(tmp_path: Path) -> None:
     write_voice(tmp_path / "builtin", "other")
     async with serving(tmp_path) as served, served.http() as http:
         for title, tags in (("Anna", ["a", "b"]), ("Hannah", ["b"]), ("Bob", [])):
-            assert (await create(http, title=title, tags=tags)).status_code == 201
+            made = await create(http, title=title, tags=tags, languages=["en", title[0]])
+            assert made.status_code == 201 and made.json()["visibility"] == "private"
+        assert (await http.get("/model/other")).json()["visibility"] == "public"
+        assert set(await titles(http, language=["H", "B"])) == {"Hannah", "Bob"}
         assert await titles(http, title="ANN", sort_by="created_at") == ["Hannah", "Anna"]
         assert await titles(http, tag=["a", "b"]) == ["Anna"]
         assert len(await titles(http, self="true")) == 3
@@ -84,6 +88,19 @@ async def test_search(tmp_path: Path) -> None:
         assert (second["total"], len(second["items"]), second["has_more"]) == (5, 2, False)
         for query in ({"page_size": 0}, {"page_size": 101}, {"page_number": "x"}):
             refusal(await http.get("/model", params=query), 422, "page_")
+
+
+async def test_a_full_store_is_said_before_the_clip_is_encoded_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, max_voices=1) as served, served.http() as http:
+        assert (await create(http)).status_code == 201
+        files = sorted((tmp_path / "voices").rglob("*.*"))
+        refused = await create(http, audio=b"no audio, which nobody notices")
+        assert refused.status_code == 400 and "1 " in refused.json()["message"], refused.text
+        monkeypatch.setattr(served.hub._voices, "check_addable", lambda name, text: None)
+        assert (await create(http)).status_code == 400  # noticed late, by the store itself
+        assert sorted((tmp_path / "voices").rglob("*.*")) == files
 
 
 async def test_forms_that_cannot_be_used(tmp_path: Path) -> None:

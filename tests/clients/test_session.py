@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
 
 import pytest
 
@@ -100,6 +101,26 @@ async def test_a_text_source_that_fails_fails_the_loop_and_cancels_the_turn() ->
                 pass
         assert [packet async for packet in session.say("still here")]
     assert TurnCancel(turn_id=1) in server.received
+
+
+async def test_leaving_the_loop_does_not_wait_for_text_that_never_ends() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await peer.audio(1, [PACKET])
+        await peer.expect(TurnCancel)
+        await peer.until_closed()
+
+    async def endless() -> AsyncIterator[str]:
+        yield "one "
+        await asyncio.Event().wait()
+
+    async with (
+        asyncio.timeout(10.0),
+        session_with(script) as session,
+        aclosing(aiter(session.say(endless()))) as packets,
+    ):
+        assert await anext(packets)
 
 
 async def test_leaving_the_loop_cancels_the_turn() -> None:
