@@ -11,6 +11,7 @@ from torch import Tensor
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies
 from bench_ttfa.kernels import LINEARS, pack, random_matrix, weight_bytes
 from bench_ttfa.kernels_attention import EPS, Layers
+from ops.attended_linear import attended_linear
 from ops.attention import decode_attention
 from ops.linear import PackedWeight, gate_up_swiglu, linear
 from ops.quantize import Kind, norm_for_linear
@@ -55,9 +56,11 @@ def layer_calls(
             qkv = linear(norm_for_linear(x, norm, EPS, kind), weight.wqkv)
             heads = qkv.view(caches.qkv.shape)
             attended = decode_attention(
-                heads, caches.qk_norm, EPS, caches.rope, *where, kind, is_chained=True
+                *(heads, caches.qk_norm, EPS, caches.rope, *where, kind),
+                is_chained=True,
+                wo=weight.wo,
             )
-            x = linear(attended, weight.wo, residual=x)
+            x = attended_linear(attended, weight.wo, residual=x)
             hidden = gate_up_swiglu(norm_for_linear(x, norm, EPS, kind), weight.gate_up)
             rows[0] = linear(hidden, weight.down, residual=x)
 

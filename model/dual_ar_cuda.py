@@ -27,7 +27,9 @@ from model.kv_cache import KVCache
 from model.layers import Block, Stack
 from model.sampling import MAX_TOP_K
 from model.wide_rows import MOST_NARROW_ROWS, WideBlock, has_room
+from ops.attended_linear import attended_linear
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
+from ops.attention_launch import PendingAttention
 from ops.embedding import embed_rows
 from ops.linear import Input, PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
 from ops.quantize import (
@@ -50,8 +52,10 @@ MAX_WIDE_PREFILL_ROWS = 512  # of one pass through plain matrices
 # waited 3 % of the time.
 _TAIL_PASSES = 4
 
-# (layer, block, qkv [M, H + 2 H_kv, D]) -> [M, H * D]
-Attend = Callable[[int, "FusedBlock | WideBlock", Tensor], Activation]
+# [M, H * D]
+Attended = Activation | PendingAttention
+# (layer, block, qkv [M, H + 2 H_kv, D])
+Attend = Callable[[int, "FusedBlock | WideBlock", Tensor], Attended]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +98,11 @@ class FusedBlock:
         return qkv.view(x.shape[0], -1, self.config.head_dim)
 
     def forward(
-        self, x: Tensor, layer: int, attend: Callable[[int, FusedBlock, Tensor], Activation]
+        self, x: Tensor, layer: int, attend: Callable[[int, FusedBlock, Tensor], Attended]
     ) -> Tensor:
         """[M, C] -> [M, C]."""
         attended = attend(layer, self, self.project(x))
-        x = linear(attended, self.wo, bias=self.o_bias, residual=x)
+        x = attended_linear(attended, self.wo, bias=self.o_bias, residual=x)
         normed = norm_for_linear(x, self.ffn_norm, self.config.norm_eps, self.kind)
         return linear(gate_up_swiglu(normed, self.gate_up), self.down, residual=x)
 
@@ -253,7 +257,7 @@ class FusedDualAR:
         """[B, C], the slow AR's hidden state after the final norm."""
         positions = state.position.index_select(0, slots)
 
-        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
+        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Attended:
             eps, table = block.config.norm_eps, cache.page_table
             where = (cache.kv[layer], table, slots, positions)
             # Chained: positions and table are older than `embed_rows`.
@@ -262,6 +266,7 @@ class FusedDualAR:
                 *(qkv, block.qk_norm, eps, rope, *where, block.kind),
                 is_chained=True,
                 scratch=scratch,
+                wo=block.wo if isinstance(block, FusedBlock) else None,
             )
 
         x = self._embed(state.rows, slots)
@@ -322,12 +327,13 @@ class FusedDualAR:
             start = codebook + 1
 
     def _frame_attend(self, state: FrameState, start: int, num_positions: int) -> Attend:
-        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
+        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Attended:
             eps, memory = block.config.norm_eps, state.fast.layers[layer]
             rope, where = self._fast.rope, (start, num_positions)
+            wo = block.wo if isinstance(block, FusedBlock) else None
             # Chained: a sampler lies between two passes.
             return frame_attention(
-                qkv, block.qk_norm, eps, rope, memory, *where, block.kind, is_chained=True
+                qkv, block.qk_norm, eps, rope, memory, *where, block.kind, is_chained=True, wo=wo
             )
 
         return attend

@@ -17,6 +17,7 @@ from torch import Tensor
 from model.config import StackConfig
 from model.layers import MATRICES, Block
 from ops import reference
+from ops.attention_launch import PendingAttention
 from ops.plain_linear import PlainWeight, multiplies_scaled, plain_linear
 from ops.quantize import Activation, Kind, quantize_rows, quantize_weight, rms_norm
 from ops.reference_fp8 import dequantize_weight
@@ -77,10 +78,14 @@ class WideBlock:
         return qkv.view(x.shape[0], -1, self.config.head_dim)
 
     def forward(
-        self, x: Tensor, layer: int, attend: Callable[[int, WideBlock, Tensor], Activation]
+        self,
+        x: Tensor,
+        layer: int,
+        attend: Callable[[int, WideBlock, Tensor], Activation | PendingAttention],
     ) -> Tensor:
         """[M, C] -> [M, C]."""
         attended = attend(layer, self, self.project(x))
+        assert not isinstance(attended, PendingAttention), attended.num_rows
         x = x + plain_linear(attended, self.wo, self.o_bias)
         hidden = reference.swiglu(plain_linear(self._normed(x, self.ffn_norm), self.gate_up))
         return x + plain_linear(hidden if self.kind == "bf16" else quantize_rows(hidden), self.down)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ops import nvrtc, reference_paged
 from ops.attention_launch import (
     Output,
+    PendingAttention,
     Scratch,
     check_heads,
     check_tensors,
@@ -28,11 +29,21 @@ from ops.attention_launch import (
     launch_paged,
     launch_parts,
     launch_span,
+    launch_split,
     memory_arguments,
+    pending_frame,
+    plan_to_pend,
     scale_of,
 )
-from ops.attention_plans import parts_plan_for, plan_for, span_plan_for
+from ops.attention_plans import (
+    FP8_SPLIT_PLAN,
+    SPLIT_PLAN,
+    parts_plan_for,
+    plan_for,
+    span_plan_for,
+)
 from ops.fp8_rows import KvRows
+from ops.packing import PackedWeight
 from ops.quantize import Activation, Kind, quantize_rows
 
 _MAX_HELD = 16  # positions of a frame: rows of an mma
@@ -133,17 +144,21 @@ def decode_attention(  # noqa: PLR0913 - one launch
     *,
     is_chained: bool = False,
     scratch: Scratch | None = None,
-) -> Activation:
+    wo: PackedWeight | None = None,
+) -> Activation | PendingAttention:
     """`rope_append` and `paged_attention` in one launch, for rows of distinct slots (or of the
     dummy slot): a row reads no key that another row of the launch writes.
 
     Args:
         is_chained: the kernel before this one in the stream writes `qkv` and nothing else that this
-            one reads, and between it and whatever wrote the rest is a launch of `embed_rows`,
-            attention, a sampler or `advance`. Then tables and past keys are fetched while the
+            one reads, and between it and whatever wrote the rest is a launch of `embed_rows`, a
+            sampler or `advance`, which start nothing before all that came before them has ended.
+            Then tables and past keys are fetched, and the kernel after this one starts, while the
             kernel before still runs.
         scratch: with one, long rows among many are cut into parts, so that rows of uneven lengths
             take no longer than their sum.
+        wo: the linear that alone takes the result and comes next (`ops.attended_linear`): its
+            kernel may then merge what a row or two are cut into.
 
     Returns:
         [M, H * D].
@@ -154,6 +169,11 @@ def decode_attention(  # noqa: PLR0913 - one launch
     where, rotary = (pages, page_table, slots, positions), (qk_norm, rope, eps)
     num_rows, num_kv_heads, page_size = len(qkv), *pages.shape[2:4]
     max_pages = page_table.shape[1]
+    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    linear_plan = plan_to_pend(wo, num_rows, num_heads, num_kv_heads, qkv.shape[2])
+    if linear_plan is not None:
+        split = FP8_SPLIT_PLAN if is_fp8(pages) else SPLIT_PLAN
+        return launch_split(qkv, rotary, where, split, linear_plan, is_chained=is_chained)
     parts = parts_plan_for(num_rows, num_kv_heads, max_pages * page_size // 16)
     if scratch is not None and parts is not None:
         return launch_parts(qkv, rotary, where, kind, parts, scratch, is_chained=is_chained)
@@ -172,7 +192,8 @@ def frame_attention(  # noqa: PLR0913 - one launch
     kind: Kind,
     *,
     is_chained: bool = False,
-) -> Activation:
+    wo: PackedWeight | None = None,
+) -> Activation | PendingAttention:
     """The fast AR's attention: norm, rotate, append and attend in one launch.
 
     Args:
@@ -181,6 +202,7 @@ def frame_attention(  # noqa: PLR0913 - one launch
         start: first position of every row.
         num_positions: 1 or 2.
         is_chained: see `decode_attention`.
+        wo: see there; its kernel may do all of it.
 
     Returns:
         [R * num_positions, H * D].
@@ -196,6 +218,10 @@ def frame_attention(  # noqa: PLR0913 - one launch
     assert num_positions in (1, 2) and num_rows % num_positions == 0, (num_rows, num_positions)
     assert num_rows // num_positions <= capacity, (num_rows, num_positions, capacity)
     assert start + num_positions <= num_held <= _MAX_HELD, (start, num_positions, num_held)
+    linear_plan = plan_to_pend(wo, num_rows, num_heads, num_kv_heads, head_dim)
+    if linear_plan is not None and is_chained:
+        rotary = (qk_norm, rope, eps)
+        return pending_frame(qkv, rotary, memory, start, num_positions, linear_plan)
     group = num_heads // num_kv_heads
     out = Output(qkv, num_rows, num_heads * head_dim, kind)
     nvrtc.kernel(

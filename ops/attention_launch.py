@@ -9,16 +9,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.attention_plans import MAX_PARTED_ROWS, MAX_PARTS, PartsPlan, Plan, SpanPlan
+from ops.attention_plans import MAX_PARTED_ROWS, MAX_PARTS, PartsPlan, Plan, SpanPlan, SplitPlan
 from ops.fp8_rows import Fp8Rows, KvRows
+from ops.linear_plans import Plan as LinearPlan
+from ops.linear_plans import plan_for as linear_plan_for
+from ops.packing import PackedWeight
 from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
 
 _MAX_GROUP = 8  # query heads per key/value head: columns of an mma
+_MAX_PENDING_ROWS = 2
 
 Where = tuple[KvRows, Tensor, Tensor, Tensor]
 
@@ -54,6 +60,7 @@ def launch_paged(
         num_heads // num_kv_heads,
         WARPS=plan.warps,
         BLOCKS=plan.blocks,
+        SPLITS=plan.splits,
         DEPTH=plan.depth,
         IS_FUSED=int(rotary is not None),
         IS_CHAINED=int(is_chained),
@@ -69,6 +76,129 @@ def launch_paged(
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()
+
+
+@dataclass(frozen=True)
+class PendingAttention:
+    """Attention of few rows that the kernel of the linear after it makes, or merges: see
+    `ops.attended_linear`. It is for that linear alone, which comes next.
+
+    Attributes:
+        plan: of that linear.
+        defines: that its kernel takes besides.
+        argument: where its rows come from.
+        scratch_bytes: shared memory that this takes.
+        tensors: what `argument` points to.
+    """
+
+    num_rows: int
+    plan: LinearPlan
+    defines: Mapping[str, int]
+    argument: ctypes.Structure
+    scratch_bytes: int
+    tensors: tuple[Tensor | None, ...]
+
+
+def plan_to_pend(
+    wo: PackedWeight | None, num_rows: int, num_heads: int, num_kv_heads: int, head_dim: int
+) -> LinearPlan | None:
+    """The plan of the linear after attention, if its kernel can take so many heads that are not ready."""
+    if wo is None or num_rows > _MAX_PENDING_ROWS or head_dim != 128:
+        return None
+    plan = linear_plan_for(wo.kind, num_rows, wo.out_features, wo.in_features)
+    if not isinstance(plan, LinearPlan) or num_kv_heads % plan.split != 0:
+        return None
+    warps, heads = 4 * plan.warpgroups, num_heads // plan.split
+    fits = heads % (2 * warps) == 0 and num_rows * num_kv_heads // plan.split <= warps
+    return plan if fits else None
+
+
+class _Parts(ctypes.Structure):
+    """`NormInput` of linear_merge.cuh."""
+
+    _fields_ = (
+        ("sums", ctypes.c_void_p),
+        ("states", ctypes.c_void_p),
+        ("num_heads", ctypes.c_int32),
+    )
+
+
+def launch_split(
+    heads: Tensor,
+    rotary: tuple[Tensor | None, Tensor, float],
+    where: Where,
+    plan: SplitPlan,
+    linear_plan: LinearPlan,
+    *,
+    is_chained: bool = False,
+) -> PendingAttention:
+    """`decode_attention` of few rows, which the linear after it merges. Launched as `launch_paged` is."""
+    pages, page_table, *_ = where
+    num_kv_heads = pages.shape[2]
+    num_rows, num_all, head_dim = heads.shape
+    num_heads = num_all - 2 * num_kv_heads
+    qk_norm, rope, eps = rotary
+    check_heads(num_heads, num_kv_heads, head_dim)
+    check_tensors(heads, qk_norm)
+    shape = (num_rows, num_heads, plan.splits)
+    sums = torch.empty(*shape, head_dim, device=heads.device)
+    states = torch.empty(*shape, 2, device=heads.device)
+    _kernel(
+        "attention_split",
+        pages,
+        num_heads // num_kv_heads,
+        WARPS=plan.warps,
+        BLOCKS=plan.blocks,
+        DEPTH=plan.depth,
+        IS_FUSED=1,
+        IS_CHAINED=int(is_chained),
+    ).launch(
+        (plan.splits, num_kv_heads, num_rows),
+        (32 * plan.warps,),
+        [
+            *(heads, qk_norm, rope, *memory_arguments(where), sums, states),
+            *(ctypes.c_float(eps), scale_of(head_dim), *ints(page_table.shape[1])),
+        ],
+        shared_bytes=_ring_bytes(plan.warps, head_dim, pages),
+    )
+    defines = {"MERGE": 1, "HEADS": num_heads // linear_plan.split, "SPLITS": plan.splits}
+    argument = _Parts(sums.data_ptr(), states.data_ptr(), num_heads)
+    return PendingAttention(num_rows, linear_plan, defines, argument, 0, (sums, states))
+
+
+class _Frame(ctypes.Structure):
+    """`NormInput` of linear_attend.cuh."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "qk_norm", "rope", "memory")),
+        *((name, ctypes.c_float) for name in ("eps", "scale_log2")),
+        *((name, ctypes.c_int32) for name in ("start", "capacity", "num_held", "num_kv_heads")),
+    )
+
+
+def pending_frame(
+    qkv: Tensor,
+    rotary: tuple[Tensor | None, Tensor, float],
+    memory: Tensor,
+    start: int,
+    num_positions: int,
+    plan: LinearPlan,
+) -> PendingAttention:
+    """`frame_attention`, all of which is left to the linear after it."""
+    num_rows, num_all, head_dim = qkv.shape
+    _, capacity, num_kv_heads, num_held, _ = memory.shape
+    group = (num_all - 2 * num_kv_heads) // num_kv_heads
+    qk_norm, rope, eps = rotary
+    tensors = (qkv, qk_norm, rope, memory)
+    argument = _Frame(
+        *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+        *(eps, scale_of(head_dim).value, start, capacity, num_held, num_kv_heads),
+    )
+    kv_heads = num_kv_heads // plan.split
+    defines = {"ATTEND": 1, "GROUP": group, "KV_HEADS": kv_heads, "POSITIONS": num_positions}
+    # `Heads` of linear_attend.cuh, and what aligns it.
+    scratch_bytes = 16 + num_rows * kv_heads * 2 * (group * (head_dim + 32) + 2 * head_dim)
+    return PendingAttention(num_rows, plan, defines, argument, scratch_bytes, tensors)
 
 
 class Scratch:

@@ -19,6 +19,16 @@ class Plan(NamedTuple):
     depth: int = 0  # tiles asked into the L2 ahead of the one in flight
 
 
+class SplitPlan(NamedTuple):
+    """How few rows are shared by `splits` CTAs (an even number), whose results the linear after attention
+    merges."""
+
+    splits: int
+    warps: int
+    blocks: int  # CTAs per SM that registers must allow
+    depth: int = 0  # see `Plan`
+
+
 class PartsPlan(NamedTuple):
     """How many rows are cut, each into equal parts of at most `part_tiles` tiles (16 or more)."""
 
@@ -63,6 +73,9 @@ _MANY = Plan(1, 4, 4)
 _MAX_WHOLE_PAIRS = 396
 _PART_TILES = 96
 MAX_PARTED_ROWS, MAX_PARTS = 128, 16  # attention_parts.cu
+# Of a row or two. H200, one row of 600 positions, a frame: bf16 8 x 4 warps 2.50 ms, 8 x 8 2.51, 4 x 8 2.51;
+# 8 bits 2.52, 2.50, 2.52.
+SPLIT_PLAN, FP8_SPLIT_PLAN = SplitPlan(8, 4, 3, 2), SplitPlan(8, 8, 1)
 _SPAN_PLANS = (
     (64, SpanPlan(4, 4, 1, 3)),
     (160, SpanPlan(2, 8, 1)),

@@ -125,7 +125,7 @@ def launch(
             weight.data,
             weight.tile_scale,
             scale,
-            _output(out, bias, residual),
+            output_argument(out, bias, residual),
             k_tiles,
             rows if isinstance(plan, Plan) else row_tiles,
         ],
@@ -208,10 +208,10 @@ class _Output(ctypes.Structure):
 
 
 _NO_NORM = _Norm()
-_NO_TENSOR_MAP = (ctypes.c_uint64 * 16)()
+NO_TENSOR_MAP = (ctypes.c_uint64 * 16)()
 
 
-def _output(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _Output:
+def output_argument(out: Activation, bias: Tensor | None, residual: Tensor | None) -> _Output:
     values, scale = (out.data, out.scale) if isinstance(out, BlockScaled) else (out, None)
     pointers = [None if t is None else t.data_ptr() for t in (bias, residual, values, scale)]
     num_rows, num_features = values.shape
@@ -224,12 +224,12 @@ def _rows(
     """x as the kernel takes it: for the copy engine, or for the CTAs themselves; and its scales."""
     if isinstance(x, PendingNorm):
         norm = _Norm(x.x.data_ptr(), x.weight.data_ptr(), x.eps, *x.shape)
-        return _NO_TENSOR_MAP, norm, None
+        return NO_TENSOR_MAP, norm, None
     values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
     if isinstance(plan, Plan) and plan.is_copied:
         row_bytes = values.shape[1] * values.element_size()
         scales = (None, 0) if scale is None else (scale.data_ptr(), scale.shape[1])
-        return _NO_TENSOR_MAP, _Copied(values.data_ptr(), scales[0], row_bytes, scales[1]), None
+        return NO_TENSOR_MAP, _Copied(values.data_ptr(), scales[0], row_bytes, scales[1]), None
     box_rows = plan.box_rows(len(values))
     tensor_map = _tensor_map(values.data_ptr(), *values.shape, values.element_size(), box_rows)
     return tensor_map, _NO_NORM, scale

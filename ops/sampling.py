@@ -40,8 +40,8 @@ class Draws(NamedTuple):
     frame_idx: Tensor  # i32 [N]
     num_ranks: int = MAX_TOP_K  # at most this many ranks count, whatever top_k says
     # Between whatever wrote the tensors above (and a window) and the samplers is a launch of
-    # `embed_rows` or attention, and the kernel right before a sampler writes none of them. Then they
-    # are fetched while that one still runs.
+    # `embed_rows`, and the kernel right before a sampler writes none of them. Then they are fetched
+    # while that one still runs.
     is_chained: bool = False
 
 

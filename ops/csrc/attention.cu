@@ -1,11 +1,11 @@
 // Attention of rows over paged keys and values. A cluster of CTAs of WARPS warps shares the positions
 // of one row and one key/value head: its warps take tiles of 16 positions in turn and merge what they
 // have through distributed shared memory, in a fixed order.
-//   See decode.cuh; BLOCKS resident CTAs per SM the compiler must allow.
+//   See decode.cuh; BLOCKS resident CTAs per SM the compiler must allow; SPLITS CTAs of a cluster.
 constexpr int MOST_CTAS = 8;  // that share a row
 #include "decode.cuh"
 
-// Grid: (splits, H_kv, M), clusters of `splits` CTAs: 1, 2, 4 or 8, with at most 32 warps.
+// Grid: (SPLITS, H_kv, M), clusters of SPLITS CTAs: 1, 2, 4 or 8, with at most 32 warps.
 //   q, qk_norm, rope, eps: see `Input`.
 //   pages [P, 2, H_kv, PAGE, D], kv_scales [P, 2, H_kv, PAGE] or null,
 //   page_table [num_slots + 1, max_pages].
@@ -20,13 +20,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x;
   const int kv_head = blockIdx.y, row = blockIdx.z, num_kv_heads = gridDim.y;
   const int num_heads = num_kv_heads * GROUP;
-  if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+  if (IS_CHAINED)
+    let_next_kernel_start();
+  else
+    wait_for_previous_kernels(), let_next_kernel_start();
   const int position = static_cast<int>(positions[row]);
   const i32* table = page_table + slots[row] * max_pages;
   const int last_tile = position / TILE;
-  const int active = active_ctas(last_tile + 1, min_tiles), ways = active * WARPS;
+  const int active = SPLITS == 1 ? 1 : active_ctas(last_tile + 1, min_tiles), ways = active * WARPS;
   if (rank >= active) return;
-  const Meeting meeting = {&shared.storage, active, rank, warp, lane};
+  const Meeting meeting = {&shared.storage, active, rank, warp, lane, shared_address(&shared.met)};
   meeting.arrive();
   Walk<Tile> walk = {{{pages, kv_scales}, table, num_kv_heads, kv_head, max_pages},
                      rank * WARPS + warp, ways, lane};

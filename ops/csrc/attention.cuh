@@ -66,6 +66,25 @@ DEVICE void store_head(const Output& out, int row, int head, const float (&value
   }
 }
 
+// Where a warp's part of a query goes: addresses (shared::cluster) of its sums [D] and of its (best,
+// total), and of the barrier that counts the bytes, 0: none does.
+struct Place {
+  u32 sums, state, counter;
+
+  DEVICE void put_state(float best, float total) const {
+    if (counter != 0)
+      cluster_send2(state, best, total, counter);
+    else
+      cluster_store2(state, best, total);
+  }
+  DEVICE void put_sums(int at, float x, float y, float z, float w) const {
+    if (counter != 0)
+      cluster_send4(sums + at * 4, x, y, z, w, counter);
+    else
+      cluster_store4(sums + at * 4, x, y, z, w);
+  }
+};
+
 // Softmax state of a warp's queries; lane columns are 2 (lane % 4) and the next.
 template <typename Tile>
 struct Accumulator {
@@ -152,8 +171,7 @@ struct Accumulator {
   DEVICE float sum(int column, int j, int i) const { return sums[4 * j + i / 2][2 * (i % 2) + column]; }
 
   // Hands the partial results of some columns to `merge`.
-  //   wants: whether a column; place_of: addresses (shared::cluster) of its sums [D] and of its
-  //   (best, total).
+  //   wants: whether a column; place_of: its `Place`.
   template <typename Wants, typename PlaceOf>
   DEVICE void store(int lane, Wants wants, PlaceOf place_of) {
     reduce_totals();
@@ -161,14 +179,14 @@ struct Accumulator {
     for (int column = 0; column < 2; column++) {
       const int query = lane % 4 * 2 + column;
       if (!wants(query)) continue;
-      const uint2 place = place_of(query);
-      if (lane / 4 == 0) cluster_store2(place.y, best[column], total[column]);
+      const Place place = place_of(query);
+      if (lane / 4 == 0) place.put_state(best[column], total[column]);
 #pragma unroll
       for (int j = 0; j < D / 64; j++)
 #pragma unroll
         for (int i = 0; i < 8; i += 4)
-          cluster_store4(place.x + (Tile::dimension(j, lane) + i) * 4, sum(column, j, i),
-                         sum(column, j, i + 1), sum(column, j, i + 2), sum(column, j, i + 3));
+          place.put_sums(Tile::dimension(j, lane) + i, sum(column, j, i), sum(column, j, i + 1),
+                         sum(column, j, i + 2), sum(column, j, i + 3));
     }
   }
 

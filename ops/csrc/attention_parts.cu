@@ -115,7 +115,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   __shared__ Schedule schedule;
   __shared__ bool is_complete;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_heads = num_kv_heads * GROUP;
-  if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+  if (IS_CHAINED)
+    let_next_kernel_start();
+  else
+    wait_for_previous_kernels(), let_next_kernel_start();
   schedule.make(slots, positions, num_rows, part_tiles);
   const Input input = {q, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
   const Output out = {out_values, out_quantised, out_scales, num_rows, num_heads};

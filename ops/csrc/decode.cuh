@@ -2,7 +2,8 @@
 //   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS,
 //   DEPTH tiles asked into the L2 ahead of the one in flight, IS_FP8: keys and values in 8 bits.
 //   IS_FUSED: queries, keys and values come neither normed nor rotated.
-//   IS_CHAINED: tables and past keys are read before the kernel before this one has ended.
+//   IS_CHAINED: tables and past keys are read, and the next kernel starts, before the kernel before this
+//   one has ended.
 #pragma once
 
 #include "ring.cuh"
@@ -18,6 +19,7 @@ struct Shared {
   __align__(16) bf16 queries[GROUP][Tile::QUERY_STRIDE];
   __align__(16) Tile::Rows::Element own[2][D];  // key and value of the row's own position
   bf16 own_scales[2];
+  u64 met;  // barrier of what the cluster sends here
 };
 
 // What a launch reads: q is qkv [M, H + 2 H_kv, D] if IS_FUSED; else q [M, H, D], and qk_norm, rope,
@@ -87,7 +89,7 @@ DEVICE void take_queries(Shared& shared, const Input& input, const Walk<Tile>& w
   HeadTables tables[ROUNDS];
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) tables[i] = projected.tables(i, position);
-  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+  if (IS_CHAINED) wait_for_previous_kernels();
   const bf16* heads = input.q + static_cast<i64>(row) * (input.num_heads + 2 * input.num_kv_heads) * D;
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
@@ -154,7 +156,7 @@ DEVICE void attend(Accumulator<Tile>& acc, Feed& feed, Shared& shared, const Inp
   const int lane = walk.lane, stride = walk.stride;
   const int last_step = num_tiles > walk.first ? (num_tiles - 1 - walk.first) / stride : -1;
   walk.take_pages(0);
-  if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels(), let_next_kernel_start();
+  if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels();
   if (last_step >= 0) feed.start(walk, position - walk.first * TILE);
   for (int step = 1; step <= DEPTH; step++) walk.prefetch(0, step, num_tiles);
   take_queries(shared, input, walk, row, position, is_last);

@@ -1,7 +1,8 @@
 // The fast AR's attention: at most 16 positions, kept as long as a frame. Norm, rotation, append and
 // attention of POSITIONS new positions of one row and one key/value head by one CTA.
 //   HEAD_DIM (D), GROUP query heads per key/value head, POSITIONS (1 or 2).
-//   IS_CHAINED: positions from before this launch are read before the kernel before it has ended.
+//   IS_CHAINED: positions from before this launch are read, and the next kernel starts, before the kernel
+//   before it has ended.
 #include "attention.cuh"
 
 constexpr int D = HEAD_DIM;
@@ -30,7 +31,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const int first_row = blockIdx.y * POSITIONS;
   bf16* keys_at = memory + (static_cast<i64>(blockIdx.y) * num_kv_heads + kv_head) * num_held * D;
   bf16* values_at = keys_at + static_cast<i64>(capacity) * num_kv_heads * num_held * D;
-  if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+  if (IS_CHAINED)
+    let_next_kernel_start();
+  else
+    wait_for_previous_kernels(), let_next_kernel_start();
   FrameTile tile;
   if (warp < POSITIONS) {  // rows from `start` on are patched below
     tile.keys.load(keys_at, max(start - 1, 0), lane);
@@ -43,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                                    : num_heads + num_kv_heads + kv_head;
   const bf16* weight = qk_norm == nullptr ? nullptr : qk_norm + (part > GROUP ? 0 : head) * D;
   const HeadTables tables = load_tables(weight, rope + (start + idx) * (D / 2), offset);
-  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
+  if (IS_CHAINED) wait_for_previous_kernels();
 
   const i64 all_heads = num_heads + 2 * num_kv_heads;
   const uint4 values =

@@ -14,10 +14,15 @@
 // WARPGROUPS, STAGES, SPLIT, GATE_UP (rows are 8 of gate, 8 of up, ...; SwiGLU; fp8 is quantised
 // again, for which the CTAs of 128 features form a cluster), NORM (not 0: each CTA takes these many rows
 // of x from memory itself, ITEMS times per thread; they are normed here, IN_FEATURES of them, or, if
-// IS_COPIED, come so), BLOCKS_PER_SM (CTAs an SM must have registers for).
+// IS_COPIED, come so; MERGE, ATTEND: attention is still to be merged or made, see linear_merge.cuh and
+// linear_attend.cuh), BLOCKS_PER_SM (CTAs an SM must have registers for).
 
 #include "linear_epilogue.cuh"
-#if IS_COPIED
+#ifdef MERGE
+#include "linear_merge.cuh"
+#elif defined(ATTEND)
+#include "linear_attend.cuh"
+#elif IS_COPIED
 #include "linear_copy.cuh"
 #else
 #include "linear_norm.cuh"

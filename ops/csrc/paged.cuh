@@ -89,33 +89,46 @@ struct Exchange {
 
   Storage* storage;
   int active, rank, warp, lane;
+  u32 met = 0;  // barrier in shared memory that counts what is sent here; 0: the cluster waits for itself
 
   DEVICE int queries_per_cta() const { return (QUERIES + active - 1) / active; }
 
   // Before the first `store`: the shared memory of all active CTAs may be written.
   DEVICE void arrive() const {
-    if (active > 1) cluster_arrive();
+    if (active == 1) return;
+    if (met == 0) return cluster_arrive();
+    if (threadIdx.x == 0 && rank < QUERIES) {
+      barrier_init(met, 1);
+      barrier_init_fence();
+      barrier_expect(met, (QUERIES - rank + active - 1) / active * active * WARPS * (D * 4 + 8));
+    }
+    cluster_arrive_relaxed();
   }
   DEVICE void wait() const {
     if (active > 1) cluster_wait();
   }
 
   // Addresses for this warp's part of a query.
-  DEVICE uint2 place_of(int query) const {
+  DEVICE Place place_of(int query) const {
     const int at = (rank * WARPS + warp) * queries_per_cta() + query / active;
     const u32 sums = shared_address(storage->sums[at]), state = shared_address(&storage->states[at]);
-    if (active == 1) return make_uint2(sums, state);
-    return make_uint2(cluster_address(sums, query % active), cluster_address(state, query % active));
+    if (active == 1) return {sums, state, 0};
+    const int to = query % active;
+    return {cluster_address(sums, to), cluster_address(state, to), met == 0 ? 0 : cluster_address(met, to)};
   }
 
   // Once every warp has stored: merges in a fixed order what meets in this CTA, and hands it over.
   //   take: of a query, by its number; this lane's D / 32 weighted sums, and (best, total).
   template <typename Take>
   DEVICE void merge(Take take) const {
-    if (active > 1)
-      cluster_arrive(), cluster_wait();
-    else
+    if (active == 1) {
       __syncthreads();
+    } else if (met == 0) {
+      cluster_arrive(), cluster_wait();
+    } else {
+      if (rank >= QUERIES) return;
+      barrier_wait_cluster(met, 0);
+    }
     const int ways = active * WARPS, stride = queries_per_cta();
     for (int slot = warp; slot * active + rank < QUERIES; slot += WARPS) {
       const float2 state = lane < ways ? storage->states[lane * stride + slot] : make_float2(LOWEST, 0);

@@ -154,6 +154,7 @@ def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
                 "PAGE": 32,
                 "WARPS": 4,
                 "BLOCKS": 3,
+                "SPLITS": 2,
                 "DEPTH": 0,
                 "IS_FUSED": 0,
                 "IS_CHAINED": 0,
@@ -168,6 +169,7 @@ def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
                 "PAGE": 32,
                 "WARPS": 4,
                 "BLOCKS": 4,
+                "SPLITS": 1,
                 "DEPTH": 2,
                 "IS_FUSED": 1,
                 "IS_CHAINED": 1,
@@ -181,6 +183,20 @@ def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
         (
             "attention_span.cu",
             {"HEAD_DIM": 64, "GROUP": 5, "PAGE": 32, "WARPS": 8, "BATCHES": 1, "IS_FP8": 1},
+        ),
+        (
+            "attention_split.cu",
+            {
+                "HEAD_DIM": 128,
+                "GROUP": 4,
+                "PAGE": 32,
+                "WARPS": 8,
+                "BLOCKS": 1,
+                "DEPTH": 0,
+                "IS_FUSED": 1,
+                "IS_CHAINED": 1,
+                "IS_FP8": 1,
+            },
         ),
         (
             "attention_parts.cu",
