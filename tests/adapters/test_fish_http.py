@@ -11,6 +11,7 @@ import numpy as np
 import ormsgpack
 import pytest
 
+from realtime.adapters import fish_voices
 from realtime.pingpong.messages import OpenSlot, SetText
 from tests.adapters.fish_support import TEXT, assert_same, decode, pcm_of
 from tests.realtime.support import TIMEOUT_S, make_engine, serving
@@ -205,6 +206,22 @@ async def test_inline_references_are_encoded_once(tmp_path: Path) -> None:
         assert voices[0].text == "one\ntwo" and voices[0].codes.shape[1] == 75
         listed = (await http.get("/v1/voices")).json()["voices"]
         assert [voice["name"] for voice in listed] == ["tone"], "nothing is stored"
+
+
+async def test_only_so_many_references_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were not used for longest are encoded again."""
+    monkeypatch.setattr(fish_voices, "_MAX_KEPT", 2)
+    engine = make_engine(tmp_path)
+    audio = base64.b64encode(clip()).decode()
+    async with serving(tmp_path, engine) as served, served.http() as http:
+        for text in ("a", "b", "a", "c", "a", "b"):
+            references = [{"audio": audio, "text": text}]
+            assert (await tts(http, references=references)).status_code == 200
+    a, b, also_a, _, still_a, again_b = [command.voices[0] for command in engine.seen(OpenSlot)]
+    assert a is also_a is still_a
+    assert again_b is not b and again_b.text == b.text == "b"
 
 
 async def test_fishs_own_default_voice_is_the_servers(tmp_path: Path) -> None:
