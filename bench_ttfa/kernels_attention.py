@@ -2,10 +2,12 @@
 
     python -m bench_ttfa.kernels_attention [--kv bf16|fp8] [--json FILE]
 
-With `--kv fp8` only what reads or writes keys and values is measured. Measured as in `bench_ttfa.kernels`: the median of replays of a graph of many calls, keys and values
-cold (rotating copies of a layer's pages beyond twice the L2), activations warm. GB/s counts the keys
-and values read, once. Calls follow each other at once, so the start of one overlaps the end of the
-one before, as in a frame.
+With `--kv fp8` only what reads or writes keys and values is measured. Measured as in
+`bench_ttfa.kernels`: the median of replays of a graph of many calls, keys and values cold (rotating
+copies of a layer's pages beyond twice the L2), activations warm. GB/s counts the keys and values read,
+once. Calls follow each other at once, so the start of one overlaps the end of the one before, as in a
+frame. "left to wo": what a frame launches of a row or two, whose results wo merges; the fast AR's
+attention of so few rows is in wo altogether (`bench_ttfa.kernels`, layers).
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from ops.attention_launch import Scratch
 from ops.attention_plans import Plan, most_parts_of, plan_for
 from ops.embedding import embed_rows
 from ops.fp8_rows import Fp8Rows, KvRows
+from ops.packing import PackedWeight, pack_fp8
+from ops.quantize import quantize_weight
 from ops.sampling import Carried, Draws, Head
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE, DIM = 32, 8, 128, 32, 2560
@@ -97,8 +101,11 @@ class Layers:
 
         return graph_us(rotated(make, len(self.pages)))
 
-    def decode_us(self, plan: Plan | None = None, *, is_chained: bool = True) -> float:
-        """`decode_attention`: norm, rotation and append included."""
+    def decode_us(
+        self, plan: Plan | None = None, *, is_chained: bool = True, wo: PackedWeight | None = None
+    ) -> float:
+        """`decode_attention`: norm, rotation and append included. With `wo` it may leave the end to
+        that."""
         norm, rope = self.qk_norm, self.rope
 
         def make(copy: int) -> Call:
@@ -109,6 +116,7 @@ class Layers:
                     *(self.qkv, norm, EPS, rope, *where, "bsfp8"),
                     is_chained=is_chained,
                     scratch=scratch,
+                    wo=wo,
                 )
             return lambda: attention_launch.launch_paged(
                 self.qkv, (norm, rope, EPS), where, "bsfp8", plan, is_chained=is_chained
@@ -160,6 +168,9 @@ def attention_timings(kv_format: KvFormat) -> Iterable[Timing]:
             "decode_attention": layers.decode_us(),
             "rope_append": layers.append_us(),
         }
+        if num_rows == 1:
+            wo = pack_fp8(*quantize_weight(normal(DIM, NUM_HEADS * HEAD_DIM)))
+            variants["decode, left to wo"] = layers.decode_us(wo=wo)
         if kv_format == "bf16":
             variants["torch sdpa, contiguous"] = torch_attention_us(num_rows, length)
         for variant, us in variants.items():
