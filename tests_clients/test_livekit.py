@@ -119,8 +119,17 @@ async def test_a_stream_without_text_says_nothing() -> None:
 
 
 async def test_prewarm_opens_the_session() -> None:
-    async with scripted_server(speaker) as server, plugin(server.url) as speech:
+    """Before there is anything to say."""
+    is_open = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        is_open.set()
+        await speaker(peer)
+
+    async with scripted_server(script) as server, plugin(server.url) as speech:
         speech.prewarm()
+        async with asyncio.timeout(TIMEOUT_S):
+            await is_open.wait()
         assert await spoken(speech, "One.")
     assert len(server.peers) == 1
 

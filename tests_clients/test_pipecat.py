@@ -323,6 +323,7 @@ async def test_a_server_that_is_not_there() -> None:
     async with scripted_server(speaker) as server:
         url = server.url
     async with talking(url) as talk:
+        await talk.upstream.until(lambda: bool(talk.upstream.of(ErrorFrame)))  # when it starts
         await talk.reply("One.")
         await talk.until_stopped(1)
         assert "Is the server up" in talk.upstream.of(ErrorFrame)[0].error
