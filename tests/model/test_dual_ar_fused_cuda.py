@@ -23,6 +23,9 @@ KINDS = ("bf16", "bsfp8", "bf16, fp8 KV")
 # Relative error of the hidden state against the eager model in fp32 with the same bf16 weights;
 # measured on an H200: 0.009, 0.009, 0.12 (weights and activations in e4m3, three layers).
 BOUNDS = {"eager": 0.02, "bf16": 0.02, "bsfp8": 0.15, "bf16, fp8 KV": 0.06}
+# Share of frames that differ in a batch of another size; measured on an H200, the most of both models:
+# 0.26, 0.84, 0.25.
+DIFFERING = {"bf16": 0.5, "bsfp8": 0.95, "bf16, fp8 KV": 0.5}
 
 
 class Streams:
@@ -179,7 +182,7 @@ def test_rate_of_frames_that_differ_from_those_of_the_stream_alone(name, kind):
             made.copy_(expected[frame])
         rates[size] = num_differing / (num_measured * num_frames)
     print(f"\n| {name} | {kind} | share of frames that differ, by batch size | {rates}")
-    assert kind != "bf16" or max(rates.values()) < 0.5, rates
+    assert max(rates.values()) < DIFFERING[kind], rates
 
 
 @pytest.mark.parametrize("kind", KINDS)
