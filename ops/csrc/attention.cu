@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   acc.store(
       lane, [](int query) { return query < GROUP; },
       [&](int query) { return meeting.place_of(query); });
-  const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.z), num_heads};
+  const HeadOutput out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.z), num_heads};
   meeting.merge([&](int query, float(&values)[D / 32], float2 state) {
     store_quotient<D>(out, row, kv_head * GROUP + query, values, state.y, lane);
   });

@@ -14,7 +14,7 @@ DEVICE u32 transposed_8x8(u32 matrix) {
 
 // Where a row of attention output goes: bf16 [M, heads * D], or e4m3 with a scale per 128 values
 // (D = 128: one head), scales K-major [heads, padded rows].
-struct Output {
+struct HeadOutput {
   bf16* values;
   u8* quantised;  // null: bf16
   float* scales;
@@ -47,7 +47,7 @@ DEVICE u32 four_e4m3(float a, float b, float c, float d, float factor) {
 
 // Stores one head of one row, which the lanes of a warp hold as D / 32 neighbouring values each.
 template <int D>
-DEVICE void store_head(const Output& out, int row, int head, const float (&values)[D / 32], int lane) {
+DEVICE void store_head(const HeadOutput& out, int row, int head, const float (&values)[D / 32], int lane) {
   const i64 at = out.at(row, head, D) + lane * (D / 32);
   if (out.quantised == nullptr) {
     u32* target = reinterpret_cast<u32*>(out.values + at);
@@ -191,7 +191,7 @@ struct Accumulator {
   }
 
   // Where no other warp has a part: stores `num_queries` columns as heads of a row.
-  DEVICE void finish(const Output& out, int row, int first_head, int num_queries, int lane) {
+  DEVICE void finish(const HeadOutput& out, int row, int first_head, int num_queries, int lane) {
     reduce_totals();
 #pragma unroll
     for (int column = 0; column < 2; column++) {

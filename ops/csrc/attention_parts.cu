@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     wait_for_previous_kernels(), let_next_kernel_start();
   schedule.make(slots, positions, num_rows, part_tiles);
   const Input input = {q, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
-  const Output out = {out_values, out_quantised, out_scales, num_rows, num_heads};
+  const HeadOutput out = {out_values, out_quantised, out_scales, num_rows, num_heads};
   const Scratch scratch = {sums, states, counts, most_parts};
   const Meeting meeting = {&shared.storage, 1, 0, warp, lane};
 

@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     begin = end;
   }
 
-  const Output out = {out_values, out_quantised, out_scales, num_rows, num_heads};
+  const HeadOutput out = {out_values, out_quantised, out_scales, num_rows, num_heads};
   meeting.merge([&](int query, float(&values)[D / 32], float2 state) {
     const int column = query % COLUMNS, row = first_row + row_of(query / COLUMNS, column);
     if (column < ROWS * GROUP && row < num_rows)

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   acc.init(shared.queries[warp][lane / 4 % GROUP]);
   acc.add_keys(tile, scale_log2, {position, position}, lane);
   acc.add_values(tile);
-  const Output out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.y) * POSITIONS,
+  const HeadOutput out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.y) * POSITIONS,
                       num_heads};
   acc.finish(out, first_row + warp, kv_head * GROUP, GROUP, lane);
 }

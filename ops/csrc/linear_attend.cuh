@@ -6,9 +6,7 @@
 
 #include "linear_shape.cuh"
 #include "quantize.cuh"
-#define Output HeadOutput
 #include "attention.cuh"
-#undef Output
 
 namespace {
 

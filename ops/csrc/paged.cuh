@@ -153,7 +153,7 @@ struct Exchange {
 
 // Stores weighted sums as a head of a row.
 template <int D>
-DEVICE void store_quotient(const Output& out, int row, int head, float (&values)[D / 32], float total,
+DEVICE void store_quotient(const HeadOutput& out, int row, int head, float (&values)[D / 32], float total,
                            int lane) {
   const float inverse = 1.f / total;
 #pragma unroll
