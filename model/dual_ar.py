@@ -281,6 +281,8 @@ class DualAR(nn.Module):
         on_choice: Callable[[Tensor], None] | None = None,
         on_tail: Callable[[], None] | None = None,
         riders: Riders | None = None,
+        *,
+        shares_pages: bool = False,
     ) -> Frame:
         """Make one frame for each of the given slots and advance their state in place.
 
@@ -296,9 +298,13 @@ class DualAR(nn.Module):
                 time has come to launch the next one.
             riders: prompt rows to write as `prefill_rows` does, before the slots' rows read; after
                 `use_kernels` only.
+            shares_pages: most slots begin with the pages of their neighbours in the batch, which then
+                are read once for them (`ops.attention_shared`). With riders they always are.
         """
         if self._fused is not None:
-            return self._fused.decode_frame(state, slots, cache, on_choice, on_tail, riders)
+            return self._fused.decode_frame(
+                state, slots, cache, on_choice, on_tail, riders, shares_pages=shares_pages
+            )
         assert riders is None, "use_kernels comes first"
         hidden = self._decode_hidden(state, slots, cache)
         logits = reference.linear(hidden, self.restricted_head, None).float()

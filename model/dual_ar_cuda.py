@@ -30,13 +30,13 @@ from model.wide_rows import MOST_NARROW_ROWS, WideBlock, has_room
 from ops.attended_linear import attended_linear
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
 from ops.attention_launch import PendingAttention
+from ops.attention_shared import shared_attention
 from ops.embedding import embed_rows
 from ops.linear import Input, PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
 from ops.quantize import (
     Activation,
     Kind,
     norm_for_linear,
-    quantize_rows,
     quantize_weight,
     rms_norm,
 )
@@ -224,9 +224,11 @@ class FusedDualAR:
         on_choice: Callable[[Tensor], None] | None,
         on_tail: Callable[[], None] | None,
         riders: Riders | None,
+        *,
+        shares_pages: bool,
     ) -> Frame:
         """See `DualAR.decode_frame`."""
-        hidden = self._decode_hidden(state, slots, cache, riders)
+        hidden = self._decode_hidden(state, slots, cache, riders, shares_pages=shares_pages)
         draws = Draws(
             slots,
             *(state.temperature, state.top_p, state.top_k, state.seed, state.frame_idx),
@@ -252,12 +254,18 @@ class FusedDualAR:
         return linear(self._decode_hidden(state, slots, cache), self._semantic_head).float()
 
     def _decode_hidden(
-        self, state: FrameState, slots: Tensor, cache: KVCache, riders: Riders | None = None
+        self,
+        state: FrameState,
+        slots: Tensor,
+        cache: KVCache,
+        riders: Riders | None = None,
+        *,
+        shares_pages: bool = False,
     ) -> Tensor:
         """[B, C], the slow AR's hidden state after the final norm."""
         positions = state.position.index_select(0, slots)
 
-        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Attended:
+        def attend_alone(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Attended:
             eps, table = block.config.norm_eps, cache.page_table
             where = (cache.kv[layer], table, slots, positions)
             # Chained: positions and table are older than `embed_rows`.
@@ -270,33 +278,28 @@ class FusedDualAR:
             )
 
         x = self._embed(state.rows, slots)
+        attend: Attend = attend_alone
         if riders is None:
+            if shares_pages:
+                attend = self._attend_shared(slots, positions, cache, is_chained=True)
             return self._slow.final_norm(self._slow.forward(x, attend))
-        x = torch.cat([x, self._embed(riders.rows, None)])
-        attend_all = self._attend_with_riders(slots, positions, cache, riders)
-        return self._slow.final_norm(self._slow.forward(x, attend_all)[: len(slots)])
-
-    def _attend_with_riders(
-        self, slots: Tensor, positions: Tensor, cache: KVCache, riders: Riders
-    ) -> Attend:
-        """The riders' keys and values are written before anybody reads."""
-        num_rows, table = len(slots), cache.page_table
         if cache.history is not None:
             cache.history.index_put_((riders.slots, riders.positions), riders.rows)
+        x = torch.cat([x, self._embed(riders.rows, None)])
+        of_all = torch.cat([slots, riders.slots]), torch.cat([positions, riders.positions])
+        attend = self._attend_shared(*of_all, cache, is_chained=False)
+        return self._slow.final_norm(self._slow.forward(x, attend)[: len(slots)])
+
+    def _attend_shared(
+        self, slots: Tensor, positions: Tensor, cache: KVCache, *, is_chained: bool
+    ) -> Attend:
+        """All rows' keys and values are written before anybody reads."""
 
         def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
-            norm, eps, rope = block.qk_norm, block.config.norm_eps, self._slow.rope
-            places = (cache.kv[layer], table, riders.slots, riders.positions)
-            q = rope_append(qkv[num_rows:], norm, eps, rope, *places)
-            own = (cache.kv[layer], table, slots, positions)
-            outputs = [
-                decode_attention(
-                    qkv[:num_rows], norm, eps, rope, *own, "bf16", scratch=cache.scratch
-                ),
-                paged_attention(q, *places, "bf16", is_span=True),
-            ]
-            out = torch.cat(outputs)  # type: ignore[arg-type]
-            return out if block.kind == "bf16" else quantize_rows(out)
+            where = (cache.kv[layer], cache.page_table, slots, positions)
+            eps, rope = block.config.norm_eps, self._slow.rope
+            q = rope_append(qkv, block.qk_norm, eps, rope, *where)
+            return shared_attention(q, *where, block.kind, is_chained=is_chained)
 
         return attend
 

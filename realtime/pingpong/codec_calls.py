@@ -5,7 +5,7 @@ ring of frames on the device, and a call names slots and places in it. On CUDA a
 its PCM is copied into pinned memory that is used again when the call has been read.
 
 There are two lanes: calls that somebody waits for go before decode's work on the device, the others
-behind it, on a stream of their own. Two calls of one stream are never on their way at the same time.
+with it, on a stream of their own. Two calls of one stream are never on their way at the same time.
 
 Every operation on a tensor gives the GIL away and has to get it back, so there are few of them here:
 views are made once, and what is uploaded has a fixed size.

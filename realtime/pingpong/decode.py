@@ -206,7 +206,7 @@ class DecodeLoop:
             [Rider(stream.num_riders, now_ns - stream.joined_ns) for stream in riders],
             # In order, that the same streams make up every step must not depend on time.
             0 if self._in_order else len(runnable) - len(riders),
-            max_rows=self.frames.max_riders,
+            self.frames.rider_sizes_for(len(runnable)) if riders else [0],
         )
         boarding = {riders[i].join.slot.idx for i in chosen}
         return [s for s in runnable if not s.riders or s.join.slot.idx in boarding]

@@ -8,6 +8,7 @@ still has work.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,30 +24,36 @@ from realtime.pingpong.device import DECODE_PRIORITY, Event, Upload, host_buffer
 from realtime.pingpong.prefill_rows import Piece, RowInput
 
 _MAX_START_BYTES = 1024  # of one stream's state, with where it goes
-# Rows of prompts in a frame: three texts of 40 characters. S2 Pro, 64 streams, H200: 6.9 ms a frame in
-# bf16, 8.7 with 64 riders, 9.7 with 128; 1 stream 4.8, 5.8 and 7.1.
-MAX_RIDERS = 120
+# Rows of prompts in a frame. Its cost goes in stages: S2 Pro, bf16, H200, 64 streams 5.6 ms, with 64 rows
+# more 6.5, with 128 8.4 (their products are the vendor's, and take 114 us a layer of 192 rows, 121 of 256).
+MAX_RIDERS = 192
+_TOTALS = (32, 64, 128, 256, 384, 512)  # rows of streams and prompts that are worth a graph
 _LEAST_RIDERS = 16  # that are worth a graph
 _KEY = 4096  # a graph's size is its riders * _KEY + its batch
+_SHARED = 1 << 24  # added to it, if pages that neighbours share are read once
+LEAST_SHARED = 32  # slots that share pages, to be worth graphs of their own
 
 
-def rider_sizes(max_batch: int) -> dict[int, list[int]]:
-    """Of frames with riders: batches worth a graph, and with how many riders, up to `MAX_RIDERS` or
-    more. The rows of both together fill what kernels compute anyway: 32, 64, 128, 192, ... rows.
+def rider_sizes(max_batch: int, max_riders: int = MAX_RIDERS) -> dict[int, list[int]]:
+    """Of frames with riders: batches worth a graph, and with how many riders, ascending, the last
+    `max_riders`. The rows of both together fill what kernels compute anyway.
 
     Example:
         >>> rider_sizes(4)
-        {1: [31, 63, 127], 2: [30, 62, 126], 4: [28, 60, 124]}
+        {1: [31, 63, 127, 192], 2: [30, 62, 126, 192], 4: [28, 60, 124, 192]}
     """
-    sizes: dict[int, list[int]] = {}
     batches = {1, 2, 4, 8, 16, *range(32, max_batch, 32), max_batch}
-    for batch in sorted(batch for batch in batches if batch <= max_batch):
-        riders: list[int] = []
-        sizes[batch] = riders
-        for total in (32, *range(64, max_batch + MAX_RIDERS + 64, 64)):
-            if total - batch >= _LEAST_RIDERS and (not riders or riders[-1] < MAX_RIDERS):
-                riders.append(total - batch)
-    return sizes
+    return {
+        batch: [
+            *(
+                total - batch
+                for total in _TOTALS
+                if _LEAST_RIDERS <= total - batch < max_riders - _LEAST_RIDERS
+            ),
+            max_riders,
+        ]
+        for batch in sorted(batch for batch in batches if batch <= max_batch)
+    }
 
 
 class FrameRunner:
@@ -74,17 +81,21 @@ class FrameRunner:
         self._is_captured = False
         self._upload_slots = Upload(8 * num_slots, device)
         self._upload_starts = Upload(_MAX_START_BYTES * num_slots, device)
-        fits = num_slots + MAX_RIDERS <= model.max_prefill_rows
         takes_any = model.max_prefill_rows > MAX_PREFILL_ROWS  # in one pass: it has plain matrices
-        can_ride = sizes is None and (fits or takes_any)
-        self.max_riders = MAX_RIDERS if can_ride else 0
-        self._rider_sizes = rider_sizes(num_slots) if can_ride else {}
+        room = MAX_RIDERS if takes_any else min(MAX_RIDERS, model.max_prefill_rows - num_slots)
+        can_ride = sizes is None and room >= _LEAST_RIDERS
+        self.max_riders = room if can_ride else 0
+        self._rider_sizes = rider_sizes(num_slots, room) if can_ride else {}
         most = max((max(riders) for riders in self._rider_sizes.values()), default=0)
         self._riders = RowInput(most, self.state.rows.shape[1], self.state.dummy_slot, device)
         mixed = [
             riders * _KEY + batch for batch, sizes in self._rider_sizes.items() for riders in sizes
         ]
-        self._graphs = GraphSet(device, self._run, [*(sizes or bucket_sizes(num_slots)), *mixed])
+        plain = sizes or bucket_sizes(num_slots)
+        shared = [_SHARED + batch for batch in plain if can_ride and batch >= LEAST_SHARED]
+        self._has_shared = bool(shared)
+        self._shares_pages = False  # the slots of the last launch
+        self._graphs = GraphSet(device, self._run, [*plain, *mixed, *shared])
 
     @property
     def graph_bytes(self) -> int:
@@ -118,10 +129,18 @@ class FrameRunner:
         """
         num_riders = sum(piece.num_rows for piece in riders)
         batch, num_riders = self._sizes_for(len(slots), num_riders)
-        self._list([*slots, *[self.state.dummy_slot] * (batch - len(slots))])
+        if self._list([*slots, *[self.state.dummy_slot] * (batch - len(slots))]):
+            self._shares_pages = self._has_shared and self._share_pages(slots)
         if num_riders:
             self._riders.put(riders, num_riders)
-        return self._graphs(num_riders * _KEY + batch)
+        is_shared = self._shares_pages and batch >= LEAST_SHARED and not num_riders
+        return self._graphs(num_riders * _KEY + batch + (_SHARED if is_shared else 0))
+
+    def _share_pages(self, slots: list[int]) -> bool:
+        """Whether most begin with the page of the next one in the batch."""
+        first = [self._cache.pages(slot)[:1] for slot in slots]
+        num_same = sum(a == b for a, b in itertools.pairwise(first))
+        return 4 * num_same >= 3 * (len(slots) - 1)
 
     def _sizes_for(self, num_rows: int, num_riders: int) -> tuple[int, int]:
         """Rows and riders that are computed when so many are wanted."""
@@ -132,6 +151,10 @@ class FrameRunner:
             return num_rows, num_riders
         batch = next(batch for batch in self._rider_sizes if batch >= num_rows)
         return batch, next(size for size in self._rider_sizes[batch] if size >= num_riders)
+
+    def rider_sizes_for(self, num_rows: int) -> list[int]:
+        """Numbers of riders that so many rows can take along at the cost of the number, ascending."""
+        return next(sizes for batch, sizes in self._rider_sizes.items() if batch >= num_rows)
 
     def read_ends(self, num_rows: int) -> list[bool]:
         """Which of the last launch's rows have reached the end. Waits for its slow AR only."""
@@ -144,14 +167,17 @@ class FrameRunner:
         then, and the device need not wait for it."""
         self._in_tail.wait_on_host()
 
-    def _list(self, slots: list[int]) -> None:
-        """Make `slots` the first of the device's list; most steps are of the same as before."""
-        if self._listed[: len(slots)] != slots:
-            (uploaded,) = self._upload_slots(np.array(slots, np.int64))
-            self._slots[: len(slots)].copy_(uploaded)
-            self._listed[: len(slots)] = slots
+    def _list(self, slots: list[int]) -> bool:
+        """Make `slots` the first of the device's list; False: they are, as in most steps."""
+        if self._listed[: len(slots)] == slots:
+            return False
+        (uploaded,) = self._upload_slots(np.array(slots, np.int64))
+        self._slots[: len(slots)].copy_(uploaded)
+        self._listed[: len(slots)] = slots
+        return True
 
     def _run(self, size: int) -> Frame:
+        shares_pages, size = divmod(size, _SHARED)
         num_riders, batch = divmod(size, _KEY)
         given = self._riders
         riders = Riders(
@@ -164,6 +190,7 @@ class FrameRunner:
             self._publish_ends,
             self._mark_tail,
             riders if num_riders else None,
+            shares_pages=bool(shares_pages),
         )
         self._beside.join()
         return frame

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from realtime.pingpong.messages import SlotRef
 
 _LEAST_LEAD_NS = 20_000_000  # what a call, the encoder and the socket may take; no chunk waits then
-_FAR_LEAD_NS = 50_000_000  # a call of the slow lane takes 13 ms, and another may be before it
-# Few short prompts cost a step what some more do: S2 Pro, bf16, H200, 64 streams 6.4 ms, with up to 64
-# rows of prompts 7.8, with up to 128 9.2. In a step's time one turn of 64 begins.
-RIDERS_WAIT_NS = 12_000_000
+_FAR_LEAD_NS = 50_000_000  # of who can wait behind two calls of the largest size
+# Few short prompts cost a step what some more do (`frames.MAX_RIDERS`); in a step's time one turn of 64
+# begins.
+RIDERS_WAIT_NS = 6_000_000
 _MANY_STREAMS = 32
-_TAIL_WAIT_NS = 8_000_000
+_TAIL_WAIT_NS = 2_000_000
 _MOST_MORE = 4  # frames beyond the largest chunk
 _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
 
@@ -97,28 +97,36 @@ class Rider(NamedTuple):
     waited_ns: int
 
 
-def riders_to_board(riders: Sequence[Rider], num_others: int, *, max_rows: int) -> list[int]:
-    """Which prompts ride with the next step: the first ones, as far as there is room. Beside many
-    streams they wait a little until nobody else is likely to fit.
+def riders_to_board(riders: Sequence[Rider], num_others: int, sizes: Sequence[int]) -> list[int]:
+    """Which prompts ride with the next step. Beside few streams all that there is room for. Beside
+    many, whom a step's time costs, as many as fill one of the sizes, or wait a little for more.
 
     Args:
         riders: of the streams that can run, in the order of their coming.
         num_others: streams that can run besides.
-        max_rows: of prompts, in a step.
+        sizes: ascending numbers of rows whose cost a step has anyway; the last is the most.
 
     Returns:
         Indices into `riders`, ascending.
     """
-    chosen, num_left = [], max_rows
+    if not riders or num_others < _MANY_STREAMS:
+        return _first_that_fit(riders, sizes[-1])
+    if riders[0].waited_ns >= RIDERS_WAIT_NS:
+        sizes = [size for size in sizes if size >= riders[0].num_rows]
+    for size in reversed(sizes):
+        chosen = _first_that_fit(riders, size)
+        if 4 * sum(riders[i].num_rows for i in chosen) >= 3 * size:
+            return chosen
+    return _first_that_fit(riders, sizes[0]) if riders[0].waited_ns >= RIDERS_WAIT_NS else []
+
+
+def _first_that_fit(riders: Sequence[Rider], num_left: int) -> list[int]:
+    chosen = []
     for i, rider in enumerate(riders):
         if rider.num_rows <= num_left:
             chosen.append(i)
             num_left -= rider.num_rows
-    is_full = len(chosen) < len(riders) or num_left * len(riders) < max_rows - num_left
-    longest_ns = max((rider.waited_ns for rider in riders), default=0)
-    if is_full or num_others < _MANY_STREAMS or longest_ns >= RIDERS_WAIT_NS:
-        return chosen
-    return []
+    return chosen
 
 
 def pause_ns(streams: Sequence[Candidate]) -> int | None:

@@ -54,8 +54,7 @@ from realtime.pingpong.tenants import (
 )
 
 logger = logging.getLogger(__name__)
-
-_SETTLE_NS = 2_000_000  # a text and its commit come 0.3 ms apart, an LLM's words ten times that
+_SETTLE_NS = 4_000_000  # a text and its commit come within 3 ms, an LLM's words ten times that
 MAX_WAITING_COMMANDS = 256  # of one slot, a long text's; its neighbours have room of their own
 
 

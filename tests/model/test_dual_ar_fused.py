@@ -124,6 +124,18 @@ def test_a_prompt_that_rides_with_its_first_frame_is_prefilled(has_history):
         assert torch.equal(plain, ridden)
 
 
+def test_a_frame_that_reads_shared_pages_once_makes_the_same_codes():
+    model, codes = make_random_model(), []
+    model.use_kernels("bf16")
+    for shares_pages in (False, True):
+        cache, state = model.new_cache(3, 128, page_size=16), model.new_frame_state(3)
+        for slot in range(3):
+            enter(model, cache, state, slot, random_prompt(20 + slot, slot), GREEDY)
+        slots = torch.tensor([2, 0, 1])
+        codes.append(model.decode_frame(state, slots, cache, shares_pages=shares_pages).codes)
+    assert torch.equal(*codes)
+
+
 def test_the_ends_are_known_before_the_fast_ar_runs(monkeypatch):
     model = make_random_model()
     model.use_kernels("bf16")

@@ -60,28 +60,30 @@ def test_only_streams_below_their_cap_run_and_somebody_does(streams, step_ms):
 
 def board(num_rows, num_others=0, waited_ms=0.0):
     riders = [Rider(num, round(waited_ms * MS)) for num in num_rows]
-    return riders_to_board(riders, num_others, max_rows=120)
+    return riders_to_board(riders, num_others, [64, 192])
 
 
-def test_prompts_ride_as_far_as_there_is_room():
+def test_beside_few_streams_prompts_ride_as_far_as_there_is_room():
     assert board([]) == []
-    assert board([40, 40, 40, 1]) == [0, 1, 2]
-    assert board([100, 30, 20]) == [0, 2]
+    assert board([40, 60, 60, 60, 1]) == [0, 1, 2, 4]
+    assert board([100, 130, 20]) == [0, 2]
 
 
-def test_beside_many_streams_a_few_prompts_wait_for_more_but_not_long():
-    assert board([40], num_others=8) == [0]
-    assert board([40], num_others=60) == board([40, 35], num_others=60) == []
-    assert board([40, 45], num_others=60) == [0, 1], "a third is not likely to fit"
-    assert board([40, 40, 35], num_others=60) == [0, 1, 2]
-    assert board([40, 90], num_others=60) == [0]
-    assert board([40], num_others=60, waited_ms=12) == [0]
+def test_beside_many_streams_prompts_ride_if_they_fill_a_size_or_have_waited():
+    assert board([54], num_others=60) == [0]
+    assert board([54, 54], num_others=60) == [0], "with both a step would cost three"
+    assert board([54, 54, 54], num_others=60) == [0, 1, 2]
+    assert board([20, 20], num_others=60) == []
+    assert board([20, 20, 20], num_others=60) == [0, 1, 2]
+    assert board([20, 20], num_others=60, waited_ms=12) == [0, 1]
+    assert board([100], num_others=60) == [] and board([100], 60, 12) == [0]
+    assert board([80, 54], 60) == [1] and board([80, 54], 60, 12) == [0, 1]
 
 
-@given(st.lists(st.integers(1, 120)), st.integers(0, 64), st.floats(0, 50))
+@given(st.lists(st.integers(1, 192)), st.integers(0, 64), st.floats(0, 50))
 def test_prompts_never_take_more_room_than_there_is_and_the_first_one_rides(rows, others, waited):
     chosen = board(rows, others, waited)
-    assert sum(rows[i] for i in chosen) <= 120
+    assert sum(rows[i] for i in chosen) <= 192
     if rows and (waited >= 12 or not others):
         assert chosen[0] == 0
 
@@ -108,7 +110,7 @@ def test_a_call_of_those_far_ahead_waits_until_it_is_large():
     assert far(*slots[:1], enough=8) <= 0
     assert far((12, 1000, False, 0)) <= 0, "a slot falls behind"
     assert far((8, 90, False, 0)) < 0, "it is not that far ahead"
-    assert far((3, 1000, True, 2)) == 6 * MS and far((3, 1000, True, 8)) <= 0, "the end of a turn"
+    assert far((3, 1000, True, 1)) == MS and far((3, 1000, True, 2)) <= 0, "the end of a turn"
     assert not is_far_ahead(Waiting(8, 40 * MS, False, 8 * MS), 8)
     assert not is_far_ahead(Waiting(7, 1000 * MS, True, 8 * MS), 8), "the end of a segment"
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from realtime.pingpong import frames
 from realtime.pingpong import prefill as prefill_module
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
 from realtime.pingpong.messages import EndTurn, Event, SetText, SlotRef
@@ -208,7 +209,7 @@ def test_a_prompt_rides_with_its_first_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert steps == [(idxs[:1], idxs[:1]), (idxs, idxs[1:]), (idxs, [])]
 
 
-LONG = "word " * 14  # more than 80 rows; a step has room for 120
+LONG = "word " * 16  # more than 84 rows; a step has room for 125
 
 
 def test_who_finds_no_room_in_the_next_two_steps_has_a_call(
@@ -267,6 +268,30 @@ def test_who_is_paused_lends_its_room_to_others(monkeypatch: pytest.MonkeyPatch)
     assert steps == [([first.idx], [first.idx]), ([first.idx, second.idx], [second.idx])]
     hand_over = stepped.engine._prefill.hand_over
     assert hand_over.num_riders == stepped.engine._decode.num_ridden > 160
+
+
+@pytest.mark.parametrize("num_voices", [1, 2])
+def test_streams_of_one_voice_read_it_once(
+    num_voices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "LEAST_SHARED", 3)
+    stepped = Stepped(is_packed=True)
+    model, shares = stepped.engine._model.dual_ar, []
+    decode_frame = model.decode_frame
+
+    def noted(*args: object, shares_pages: bool) -> object:
+        shares.append(shares_pages)
+        return decode_frame(*args, shares_pages=shares_pages)
+
+    monkeypatch.setattr(model, "decode_frame", noted)
+    slots = [ask_slot(stepped.engine, voice(i % num_voices), i) for i in range(3)]
+    stepped.prefill()
+    for slot in slots:
+        stepped.say(slot)
+    stepped.prefill()
+    for _ in range(3):
+        stepped.decode()
+    assert shares == [False, *[num_voices == 1] * 2], "the first one has riders, which always share"
 
 
 def test_decode_is_told_whether_a_turn_ends_with_its_segment() -> None:
