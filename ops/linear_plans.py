@@ -232,12 +232,12 @@ _MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
         128: WidePlan(96, 2, 1, 5, 5, split=2),
     },
     ("bf16", 2560, 4096): {
-        64: WidePlan(64, 1, 1, 5, 5, split=4, blocks_per_sm=2),
+        64: WidePlan(96, 1, 1, 6, 6, split=4),
         128: WidePlan(96, 2, 1, 5, 5, split=4),
     },
     ("bf16", 19456, 2560): {
-        64: WidePlan(64, 1, 1, 4, 4, blocks_per_sm=3),
-        128: WidePlan(96, 2, 1, 4, 3, blocks_per_sm=2),
+        64: WidePlan(160, 1, 1, 7, 5),
+        128: WidePlan(160, 2, 1, 5, 3),
     },
     ("bf16", 2560, 9728): {
         64: WidePlan(96, 1, 1, 6, 6, split=4),
