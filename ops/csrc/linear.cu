@@ -77,7 +77,7 @@ struct Producer {
   const Shared& shared;
   const Problem& p;
   const TensorMap& map;
-  int next;              // step to load
+  int next;             // step to load
   Stage stage, oldest;  // of that step, and of the one kWindow before
 
   DEVICE void start() {

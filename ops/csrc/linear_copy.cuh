@@ -25,7 +25,8 @@ DEVICE void normalize_rows(u8* operand, float* scales, float*, const NormInput& 
     for (int item = 0; item < ITEMS; ++item) {
       const int chunk = item * kConsumers + thread, byte = begin * 128 + chunk * 16;
       if (chunk < chunks && byte < in.row_bytes)
-        values[row][item] = *reinterpret_cast<const uint4*>(in.x + static_cast<i64>(row) * in.row_bytes + byte);
+        values[row][item] =
+            *reinterpret_cast<const uint4*>(in.x + static_cast<i64>(row) * in.row_bytes + byte);
     }
     if (IS_FP8 && thread < end - begin) scale[row] = in.scales[(begin + thread) * in.scale_stride + row];
   }

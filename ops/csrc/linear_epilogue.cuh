@@ -148,8 +148,8 @@ DEVICE void reduce_maxima(float* factors, const float* maxima, const Output& o, 
 
 // Of few rows: every thread quantises and stores its own. `maxima` are there; rank 0 writes the scales,
 // zeros behind the last row.
-DEVICE void store_fp8_rows(const float (&h)[COLS / 4], const float* maxima, const Output& o, int tile, int rank,
-                           int warp, int lane) {
+DEVICE void store_fp8_rows(const float (&h)[COLS / 4], const float* maxima, const Output& o, int tile,
+                           int rank, int warp, int lane) {
   const int feature = tile * kFeatures + warp * 8 + lane / 4;
 #pragma unroll
   for (int i = 0; i < COLS / 4; ++i) {
@@ -162,7 +162,8 @@ DEVICE void store_fp8_rows(const float (&h)[COLS / 4], const float* maxima, cons
       static_cast<u8*>(o.out)[static_cast<i64>(row) * o.num_features + feature] =
           __nv_cvt_float_to_fp8(h[i] * factor, __NV_SATFINITE, __NV_E4M3);
     if (rank == 0 && warp == 0 && lane < 4 && row < (o.num_rows + 3) / 4 * 4)
-      o.scales[static_cast<i64>(tile / kCluster) * o.scale_stride + row] = row < o.num_rows ? 1.f / factor : 0.f;
+      o.scales[static_cast<i64>(tile / kCluster) * o.scale_stride + row] =
+          row < o.num_rows ? 1.f / factor : 0.f;
   }
 }
 
