@@ -51,6 +51,10 @@ async def test_cancel_gives_no_stale_audio(tmp_path: Path) -> None:
         await session.append(1, TEXT)
         await session.commit(1)
         await until(session, wire.AudioPacket)
+        await asyncio.to_thread(engine.wait_until, lambda: len(engine.emitted[0, 1]) > 20)
+        for _ in range(200):  # steps of the loop, until nothing more fits between the two
+            await asyncio.sleep(0)
+        assert session.num_waiting > 5, "that would be heard"
         session.cancel(1, played_ms=20.0)
         packets, cancelled = await until(session, wire.TurnCancelled)
         assert not packets
