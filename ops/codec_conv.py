@@ -283,6 +283,8 @@ def is_linear(rows: int, layer: Conv) -> bool:
     has_pieces = layer.num_taps == 1 and layer.channels % _BLOCK == 0
     num_ctas = -(-layer.num_columns // 32) * -(-rows // 64) * layer.num_splits
     is_small = rows <= 8 or num_ctas <= _LINEAR_MAX_CTAS
+    if rows > 32 and layer.num_splits > 1:
+        return False
     return has_pieces and num_tiles <= _LINEAR_TILES and is_small
 
 
@@ -312,7 +314,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = (Tile(64, 32, 8), Tile(64, 96, 4), Tile(128, 96, 4))
+TILES = (Tile(64, 32, 8), Tile(64, 96, 4), Tile(128, 96, 3))
 _FULL_CTAS = 132  # of large tiles, from which on they are the fastest (measured on an H200)
 
 
@@ -326,7 +328,9 @@ def tile_for(rows: int, layer: Conv) -> Tile:
 
     if rows > small.rows and num_ctas(large) >= _FULL_CTAS:
         return large
-    if rows > small.rows and num_ctas(medium) >= (100 if layer.num_taps == 1 else 150):
+    # A cluster's CTAs start together, so there should not be many of them.
+    enough = 80 if layer.num_splits > 1 and layer.num_taps == 1 else 100
+    if rows > small.rows and num_ctas(medium) >= enough:
         return medium
     return small
 

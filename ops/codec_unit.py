@@ -112,4 +112,4 @@ def _unit_cuda(x: Tensor, layer: Unit, streams: Streams, num_steps: int) -> Tens
 
 def unit_tile(rows: int, channels: int) -> Tile:
     """What a CTA makes."""
-    return Tile(128 if rows >= _FULL_ROWS else 64, channels, 4)
+    return Tile(128 if rows >= _FULL_ROWS else 64, channels, 3 if channels == 96 else 4)

@@ -15,7 +15,8 @@
 
 constexpr int kTaps = 7, kBlocks = BN / CB, kSlabs = kBlocks > 1 ? 2 : 1;
 constexpr int kFirstTiles = (kTaps * BN + 63) / 64, kLastTiles = (BN + 63) / 64;  // of conv7, conv1
-constexpr int kParts = 4;  // the next slab's snake is applied during the last taps of a block's
+// The next slab's snake is applied in parts, during some taps of a block's.
+constexpr int kParts = 3, kFirstPart = 2;
 static_assert(STAGES >= kLastTiles, "");  // those of conv1 are never released
 
 struct Snakes {
@@ -79,14 +80,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, BN == 96 ? 512 / kThreads
   int channel = 0, tap = 0, block = 0;
   bool is_new_block = true;
   int part = -1;  // of the next slab, whose snake is applied while the products of a tile run
-  // A tile's fragments are fetched while the products of the tile before run.
   auto fetch = [&](u32 (&a)[4][4]) {
     if (is_new_block) {
       __syncthreads();
       if (kBlocks > 1 && block + 1 < kBlocks) load_slab(block + 1);
       is_new_block = false;
     }
-    part = kBlocks > 1 && block + 1 < kBlocks ? tap - (kTaps - kParts) : -1;
+    part = kBlocks > 1 && block + 1 < kBlocks ? tap - kFirstPart : -1;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       load_fragment(a[i], at + channel * 2);
@@ -100,9 +100,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BN == 96 ? 512 / kThreads
     }
   };
   auto snake_next_slab = [&] {
-    if (kBlocks == 1 || part < 0) return;
+    if (kBlocks == 1 || part < 0 || part >= kParts) return;
     wait_copies<0>();
-    apply_snake(block - is_new_block + 1, part, kParts);
+    apply_snake(block + 1, part, kParts);
   };
   // Where a tile has parts of two taps, all is known of each only if there is no loop.
   multiply_tiles<CB == 64 ? 1 : kFirstTiles>(sums, weights, kFirstTiles, fetch, snake_next_slab);

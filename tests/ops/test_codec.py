@@ -88,6 +88,8 @@ def test_few_rows_of_one_tap_have_a_kernel_of_their_own():
     _, layer = random_layer(1024, 3072, 1, 1)
     assert codec.is_linear(1, layer) and codec.is_linear(64, layer)
     assert not codec.is_linear(256, layer)
+    _, split = random_layer(3072, 1024, 1, 1)
+    assert codec.is_linear(32, split) and not codec.is_linear(64, split)
     assert not codec.is_linear(1, random_layer(1024, 1024, 7, 1)[1])
     assert not codec.is_linear(1, random_layer(96, 96, 1, 1)[1])  # not in pieces of 64 channels
 
