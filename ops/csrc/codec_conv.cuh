@@ -262,18 +262,22 @@ DEVICE void finish(const Finish& f, const float* staged, int first, int first_co
                    int num_splits) {
   const int share = BM / num_splits, column = first_column + my_columns();
   const bool has_column = column < f.columns;
-  auto is_mine = [&](int row) { return has_column && row < share && first + rank * share + row < f.num_rows; };
+  auto is_mine = [&](int row) {
+    return has_column && row < share && first + rank * share + row < f.num_rows;
+  };
   auto place_of = [&](int row) { return i64(first + rank * share + row) * f.columns + column; };
   float bias[8] = {}, alpha[8] = {}, inverse[8] = {};
   if (has_column && f.bias) load8(bias, f.bias + column);
-  if (has_column && f.activation == kSnake) load8(alpha, f.alpha + column), load8(inverse, f.inverse + column);
+  if (has_column && f.activation == kSnake)
+    load8(alpha, f.alpha + column), load8(inverse, f.inverse + column);
   uint4 residual[kPasses];
 #pragma unroll
   for (int pass = 0; pass < kPasses; pass++) {
     const int row = my_first_row() + pass * kOutAtOnce;
     residual[pass] = make_uint4(0, 0, 0, 0);
     if (f.residual && !f.is_f32 && is_mine(row))
-      residual[pass] = *reinterpret_cast<const uint4*>(static_cast<const __half*>(f.residual) + place_of(row));
+      residual[pass] = *reinterpret_cast<const uint4*>(static_cast<const __half*>(f.residual) +
+                                                       place_of(row));
   }
   __syncthreads();
   if (num_splits > 1) cluster_sync();

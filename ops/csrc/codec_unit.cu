@@ -55,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, BN == 96 ? 512 / kThreads
     load8(alpha, alpha0 + column), load8(inverse, inverse0 + column);
     unsigned char* mine = slabs.memory + block % kSlabs * slabs.bytes + slabs.my_chunk() * 16;
 #pragma unroll 2
-    for (int row = slabs.my_row() + part * kRowsAtOnce; row < slabs.rows; row += num_parts * kRowsAtOnce) {
+    for (int row = slabs.my_row() + part * kRowsAtOnce; row < slabs.rows;
+         row += num_parts * kRowsAtOnce) {
       uint4* at = reinterpret_cast<uint4*>(mine + row * kSlabStride);
       float v[8] = {};
       add(v, *at);
