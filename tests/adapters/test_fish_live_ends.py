@@ -101,7 +101,7 @@ async def test_what_is_over_is_not_kept(tmp_path: Path) -> None:
         await fish.start(format="nonsense")
         await fish.until_finish("error")
         gc.collect()
-        assert not [thing for thing in gc.get_objects() if isinstance(thing, Speech)]
+        assert not [thing for thing in gc.get_objects() if type(thing) is Speech]
 
 
 @pytest.mark.parametrize(
