@@ -23,8 +23,8 @@ def plot(summary: dict[str, Any], path: Path) -> None:
     pyplot = importlib.import_module("matplotlib.pyplot")
     levels = summary["levels"]
     panels = [(draw, chosen) for draw, chosen in _panels(levels) if chosen]
-    num_columns = min(_COLUMNS, len(panels))
-    num_rows = -(-len(panels) // num_columns)
+    num_columns = max(1, min(_COLUMNS, len(panels)))  # a run of failures has no panel
+    num_rows = max(1, -(-len(panels) // num_columns))
     size = (5.2 * num_columns, 4.2 * num_rows)
     figure, axes = pyplot.subplots(num_rows, num_columns, figsize=size, squeeze=False)
     for axis in axes.flat[len(panels) :]:

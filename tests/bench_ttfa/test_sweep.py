@@ -147,7 +147,6 @@ def test_loops_that_begin_at_once_have_no_ramp(scripted_serve, tmp_path, monkeyp
     monkeypatch.setattr(
         "bench_ttfa.run._run_levels", lambda config, *_: levels.extend(config.levels)
     )
-    monkeypatch.setattr("bench_ttfa.__main__._tell", lambda *_: 0)
     options = ["-c", "2", "--at-once", "2", "--seconds", "1", "--ramp", "0.5"]
     main([*options, "--out", str(tmp_path)])
     assert [(level.name, level.concurrency, level.ramp_s) for level in levels] == [
