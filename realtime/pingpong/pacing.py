@@ -14,7 +14,9 @@ _FAR_LEAD_NS = 50_000_000  # of who can wait behind two calls of the largest siz
 # Few short prompts cost a step what some more do (`frames.MAX_RIDERS`); in a step's time one turn of 64
 # begins.
 RIDERS_WAIT_NS = 6_000_000
-_MANY_STREAMS = 32
+_MANY_STREAMS = 32  # whom a step's time costs more than a prompt that waits
+# Calls of those far ahead are 128 frames where they wait for that, else 60: 8.7 ms a step instead of 9.1.
+# A turn's last frames wait less: with 8 ms 57.6 of 64 slots spoke, with 2 ms 59.4.
 _TAIL_WAIT_NS = 2_000_000
 _MOST_MORE = 4  # frames beyond the largest chunk
 _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
