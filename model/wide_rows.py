@@ -22,9 +22,9 @@ from ops.plain_linear import PlainWeight, multiplies_scaled, plain_linear
 from ops.quantize import Activation, Kind, quantize_rows, quantize_weight, rms_norm
 from ops.reference_fp8 import dequantize_weight
 
-# More rows than these are faster here. H200, S2 Pro: a bf16 layer of 128 rows at 512 positions takes
-# 166 us here and 152 us through the streaming kernels; a bsfp8 block without attention of 192 rows 113
-# and 130 us, of 512 rows 163 and 194 us (186 us with bf16 matrices).
+# More rows than these are faster here. H200, S2 Pro, a block without attention, us here and through the
+# streaming kernels: bf16, 128 rows 95 and 77, 144 rows 100 and 249; bsfp8, 128 rows 100 and 57, 144 rows
+# 110 and 146, 512 rows 163 and 194.
 MOST_NARROW_ROWS: dict[Kind, int] = {"bf16": 128, "bsfp8": 128}
 _MEMORY_SHARE = 0.25  # of what is free that the second copy may take
 

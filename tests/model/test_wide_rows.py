@@ -57,6 +57,8 @@ def test_a_wide_block_is_the_fused_one(kind):
         x = torch.randn(num_rows, CONFIG.dim, device=device).bfloat16()
         expected, out = fused.forward(x, 0, attend).double(), wide.forward(x, 0, attend).double()
         error = (out - expected).norm() / (expected - x.double()).norm()
-        # e4m3 both ways: up to 0.0202 on an H200; 0.030 where only one quantises what it multiplies.
+        # e4m3 both ways: sums in another order differ by a last bit of bf16, and where that crosses a
+        # step of e4m3 it becomes a step: 0.0167 to 0.0204 for twelve seeds on an H200; 0.030 where
+        # only one quantises what it multiplies.
         limit = 1e-2 if kind == "bf16" else 2.5e-2 if is_scaled else 5e-2
         assert error < limit, (num_rows, float(error))
