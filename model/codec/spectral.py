@@ -269,7 +269,7 @@ class Decoder(nn.Module):
 def to_level(wav: Tensor, window: int, dbfs: float) -> Tensor:
     """wav: f32 [B, N], scaled so that its speech, in windows of `window` samples, has an RMS of `dbfs`
     but no sample leaves -1..1; silence stays."""
-    windows = F.pad(wav, (0, -wav.shape[1] % window)).unflatten(1, (-1, window))
+    windows = F.pad(wav, (0, -wav.shape[1] % window)).reshape(len(wav), -1, window)
     power = windows.square().mean(2)
     speech = power > power.amax(1, keepdim=True) * 10 ** (-PAUSE_DB / 10)
     mean = (power * speech).sum(1, keepdim=True) / speech.sum(1, keepdim=True).clamp(min=1)
