@@ -28,6 +28,12 @@ def join_surrogates(text: str) -> str:
     return text
 
 
+def whole_chars(text: str, num_chars: int) -> int:
+    """`num_chars`, or one less where that would part a surrogate pair, or one that may still come."""
+    ends_in_half = num_chars > 0 and "\ud800" <= text[num_chars - 1] <= "\udbff"
+    return num_chars - 1 if ends_in_half else num_chars
+
+
 def clean(text: str) -> str:
     """Text fit for a front end: whole characters, control characters as spaces, no outer space."""
     return join_surrogates(text).translate(_CONTROLS).strip()

@@ -6,7 +6,7 @@ from realtime.session.actions import EncodedAudio
 from realtime.session.ledger import Ledger, SpeakingRate
 from realtime.session.limits import SessionLimits
 from realtime.session.playback import PlaybackEstimate
-from realtime.session.script import join_surrogates
+from realtime.session.script import join_surrogates, whole_chars
 from realtime.session.segmenter import Segment, Segmenter, SegmentPolicy
 from realtime.session.settings import Settings
 from realtime.wire import (
@@ -180,7 +180,7 @@ class Turn:
 
     def text_message(self) -> TurnText | None:
         """What is spoken by the end of the audio sent, if that is news worth the bytes."""
-        num_chars = self.ledger.num_spoken_chars(self.audio_ms)
+        num_chars = whole_chars(self.ledger.text, self.ledger.num_spoken_chars(self.audio_ms))
         num_new = num_chars - self._num_told_chars
         is_worth_it = num_new > self._num_told_chars * _TEXT_STEP_RATIO or self.is_over
         if num_new <= 0 or not is_worth_it:
@@ -194,7 +194,7 @@ class Turn:
 
     def cancelled_message(self, played_ms: float) -> TurnCancelled:
         text = self.ledger.text
-        num_chars = self.ledger.num_spoken_chars(played_ms)
+        num_chars = whole_chars(text, self.ledger.num_spoken_chars(played_ms))
         return TurnCancelled(
             turn_id=self.turn_id,
             spoken_text=join_surrogates(text[:num_chars]),
