@@ -28,10 +28,13 @@ def join_surrogates(text: str) -> str:
     return text
 
 
-def whole_chars(text: str, num_chars: int) -> int:
-    """`num_chars`, or one less where that would part a surrogate pair, or one that may still come."""
-    ends_in_half = num_chars > 0 and "\ud800" <= text[num_chars - 1] <= "\udbff"
-    return num_chars - 1 if ends_in_half else num_chars
+def whole_chars(text: str, num_chars: int, is_complete: bool) -> int:
+    """`num_chars`, or one less where that parts a surrogate pair; of text that is not complete, its
+    other half may still come."""
+    if not (num_chars > 0 and "\ud800" <= text[num_chars - 1] <= "\udbff"):
+        return num_chars
+    is_parted = "\udc00" <= text[num_chars : num_chars + 1] <= "\udfff"
+    return num_chars - (is_parted or (num_chars == len(text) and not is_complete))
 
 
 def clean(text: str) -> str:

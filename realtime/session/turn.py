@@ -180,7 +180,8 @@ class Turn:
 
     def text_message(self) -> TurnText | None:
         """What is spoken by the end of the audio sent, if that is news worth the bytes."""
-        num_chars = whole_chars(self.ledger.text, self.ledger.num_spoken_chars(self.audio_ms))
+        num_chars = self.ledger.num_spoken_chars(self.audio_ms)
+        num_chars = whole_chars(self.ledger.text, num_chars, self.is_committed)
         num_new = num_chars - self._num_told_chars
         is_worth_it = num_new > self._num_told_chars * _TEXT_STEP_RATIO or self.is_over
         if num_new <= 0 or not is_worth_it:
@@ -194,7 +195,7 @@ class Turn:
 
     def cancelled_message(self, played_ms: float) -> TurnCancelled:
         text = self.ledger.text
-        num_chars = whole_chars(text, self.ledger.num_spoken_chars(played_ms))
+        num_chars = whole_chars(text, self.ledger.num_spoken_chars(played_ms), is_complete=True)
         return TurnCancelled(
             turn_id=self.turn_id,
             spoken_text=join_surrogates(text[:num_chars]),
