@@ -157,10 +157,13 @@ def is_far_ahead(item: Waiting, max_chunk: int) -> bool:
 
 def far_call_in_ns(waiting: Mapping[int, Waiting], max_chunk: int, enough: int) -> int:
     """How long a call of slots that are far ahead is worth waiting for: until there are `enough` frames
-    of them all, unless somebody's turn waits for its end, or a slot falls behind."""
+    of them all, unless somebody's turn waits for its end, or a slot falls behind: frames behind a
+    segment's end cannot be called for before it."""
     if sum(min(item.num_frames, max_chunk) for item in waiting.values()) >= enough:
         return 0
     if any(item.num_frames >= max_chunk + _MOST_MORE for item in waiting.values()):
+        return 0
+    if any(item.is_last and not item.is_tail for item in waiting.values()):
         return 0
     return min(
         _TAIL_WAIT_NS - item.waited_ns if item.is_tail else item.lead_ns - 2 * _FAR_LEAD_NS

@@ -258,7 +258,7 @@ class VocodeLoop:
             if lane:
                 self._read_oldest(lane)
                 return True
-        plan = self._plan()
+        plan = self._plan(may_wait=False)
         if plan.slots:
             self._call(plan)
         return bool(plan.slots)
@@ -269,10 +269,10 @@ class VocodeLoop:
             has_worked = self._work()
             assert has_worked or is_done(), self._voices
 
-    def _plan(self) -> CallPlan:
+    def _plan(self, *, may_wait: bool = True) -> CallPlan:
         """The next call that may be made now: of who needs it soon, else of those far ahead. Of the one
         sort two are in flight at most, so that nobody waits for two; of the other one, so that frames
-        that come meanwhile are in the next."""
+        that come meanwhile are in the next. Unless it `may_wait` for more of them."""
         now_ns = time.perf_counter_ns()
         voices = [voice for voice in self._voices if voice.queue]
         for voice in voices:
@@ -293,7 +293,8 @@ class VocodeLoop:
             return plan
         if not far or self._in_flight[False]:
             return CallPlan(0, [], plan.due_in_ns)
-        enough = min(self._enough, 2 * len(voices))  # few streams never have as many
+        # Few streams never have as many.
+        enough = min(self._enough, 2 * len(voices)) if may_wait else 1
         wait_ns = far_call_in_ns(far, self.runner.max_chunk, enough)
         if wait_ns <= 0:
             return self._next_call(far)._replace(is_urgent=False)

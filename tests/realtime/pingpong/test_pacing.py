@@ -111,6 +111,8 @@ def test_a_call_of_those_far_ahead_waits_until_it_is_large():
     assert far((12, 1000, False, 0)) <= 0, "a slot falls behind"
     assert far((8, 90, False, 0)) < 0, "it is not that far ahead"
     assert far((3, 1000, True, 1)) == MS and far((3, 1000, True, 2)) <= 0, "the end of a turn"
+    behind = {0: Waiting(8, 1000 * MS, True, 8 * MS)}  # frames of the next segment may be
+    assert far_call_in_ns(behind, 8, 128) <= 0, "the end of a segment"
     assert not is_far_ahead(Waiting(8, 40 * MS, False, 8 * MS), 8)
     assert not is_far_ahead(Waiting(7, 1000 * MS, True, 8 * MS), 8), "the end of a segment"
 

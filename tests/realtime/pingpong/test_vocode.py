@@ -48,9 +48,9 @@ class CountingCodec:
 class Bench:
     """A vocode loop whose steps are made by hand."""
 
-    def __init__(self, *, is_length_fixed=False, **kwargs):
+    def __init__(self, *, is_length_fixed=False, num_slots=NUM_SLOTS, **kwargs):
         self.codec = CountingCodec(**kwargs)
-        self.slots = Slots(NUM_SLOTS)
+        self.slots = Slots(num_slots)
         self.events, self.freed = [], []
         serving = Serving(is_length_fixed=is_length_fixed)
         model = SimpleNamespace(codec=self.codec, device=CPU, serving=serving)
@@ -85,8 +85,8 @@ class Bench:
 class DeviceBench(Bench):
     """A device whose calls take a while: they are over at the next look but one."""
 
-    def __init__(self, monkeypatch):
-        super().__init__()
+    def __init__(self, monkeypatch, **kwargs):
+        super().__init__(**kwargs)
         self.looks = Counter()
         monkeypatch.setattr(Call, "is_over", lambda call: self.is_over(call))
         self.loop._device = SimpleNamespace(type="other")
@@ -316,6 +316,33 @@ def test_a_turn_begins_after_all_of_the_one_before_though_its_events_wait(monkey
     assert bench.loop._voices[slot.idx].num_events == 0
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_the_end_of_a_segment_far_ahead_holds_nobody_up(monkeypatch, is_over):
+    """Beside streams whose frames wait as well, so that a call of one slot is not large enough."""
+    bench = DeviceBench(monkeypatch, num_slots=6)
+    bench.loop._may_pad, bench.loop._enough = True, 128
+    slots = [bench.slots.acquire() for _ in range(6)]
+    bench.step(*[(row(slot, 0), 0) for slot in slots])
+    while bench.advance() is not None:
+        pass
+    for slot in slots:
+        bench.loop._voices[slot.idx].clock.play_end_ns = 10**18
+    slot = slots.pop()
+    bench.step(*[(row(other, 1), 0) for other in slots])
+    for frame in range(1, 9):
+        bench.step((row(slot, frame), frame))
+    end = row(slot, 9, ends_turn=is_over)
+    bench.step((end, 0), ends=[end])
+    fields = {"turn_id": 1} if is_over else {"segment": 1, "first_frame": 9}
+    for frame in range(2 * RING_FRAMES):
+        bench.step((row(slot, frame, **fields), frame))
+        for _ in range(0 if is_over else 3):
+            bench.advance()
+    frames = [(0, frame, 1001 * frame) for frame in range(9)]
+    assert bench.pcm(slot)[:9] == frames
+    assert len(bench.pcm(slot)) > RING_FRAMES
+
+
 @pytest.mark.parametrize("num_calls", [1, 3])
 def test_a_cancel_while_room_is_made_for_a_frame_ends_nothing_else(monkeypatch, num_calls):
     """The event loop bumps the generation at any time: also between two looks at it."""
@@ -354,10 +381,10 @@ def test_a_cancel_while_the_turn_before_is_finished_ends_nothing_else(monkeypatc
     bench.step((end, 0), ends=[end])
     plan = bench.loop._plan
 
-    def plan_late():
+    def plan_late(**kwargs):
         if bench.slots.is_current(slot):
             bench.slots.bump(slot)
-        return plan()
+        return plan(**kwargs)
 
     monkeypatch.setattr(bench.loop, "_plan", plan_late)
     bench.step((row(slot, 0, turn_id=1), 6))
