@@ -32,6 +32,7 @@ from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.services.settings import TTSSettings
 from pipecat.services.tts_service import TextAggregationMode
+from pipecat.utils.context.audio_context_manager import AudioContextManager
 from pipecat.workers.runner import WorkerRunner
 
 from clients import Reconnect
@@ -244,6 +245,22 @@ async def test_a_turn_that_is_with_the_transport_is_cancelled_too_until_it_was_p
         await talk.until_stopped(3)
     cancels = [message for message in server.received if isinstance(message, TurnCancel)]
     assert [cancel.turn_id for cancel in cancels] == [1]
+
+
+async def test_a_turn_may_be_silent_while_a_tool_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipecat ends a turn that got nothing for 3 s, unless it is told otherwise."""
+    limits_s: list[float] = []
+    get = AudioContextManager.get
+
+    def watched(self, context_id: str, **limit: float):
+        limits_s.append(limit["timeout"])
+        return get(self, context_id, **limit)
+
+    monkeypatch.setattr(AudioContextManager, "get", watched)
+    async with scripted_server(speaker) as server, talking(server.url) as talk:
+        await talk.reply("Let me look.")
+        await talk.until_stopped(1)
+    assert limits_s and min(limits_s) >= 30.0, limits_s
 
 
 async def test_what_the_application_says_itself() -> None:

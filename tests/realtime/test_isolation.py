@@ -9,6 +9,7 @@ from websockets.exceptions import ConnectionClosed
 
 from realtime import wire
 from realtime.encoders import LoopEvent
+from realtime.outbox import Outbox
 from realtime.pingpong.messages import (
     CloseSlot,
     Command,
@@ -87,8 +88,17 @@ async def test_a_paused_stream_resumes(tmp_path: Path) -> None:
         assert [is_blocked for _, is_blocked in engine.blocked][:3] == [False, True, False]
 
 
-async def test_cancel_empties_the_queue(tmp_path: Path) -> None:
+async def test_cancel_empties_the_queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(tmp_path)
+    dropped_ms: list[float] = []
+    drop = Outbox.drop
+
+    def watched(outbox: Outbox, turn_id: int) -> None:
+        before_ms = outbox.audio_ms
+        drop(outbox, turn_id)
+        dropped_ms.append(before_ms - outbox.audio_ms)
+
+    monkeypatch.setattr(Outbox, "drop", watched)
     async with serving(tmp_path, engine) as served, served.connect(max_queue=1) as socket:
         client = Client(socket)
         await client.start(format=PCM_48K)
@@ -98,6 +108,7 @@ async def test_cancel_empties_the_queue(tmp_path: Path) -> None:
         await client.until(wire.TurnCancelled)
         num_frames = len(engine.emitted[0, 1])
         assert len(client.heard.packets) < 2 * num_frames, "queued packets were dropped"
+        assert dropped_ms and dropped_ms[0] > 0, dropped_ms  # those that waited for the socket
         client.heard.packets.clear()
         await client.say(TEXT, 2)
         assert {packet.turn_id for packet in client.heard.packets} == {2}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realtime.pingpong.messages import CancelTurn, OpenSlot, SlotRef
+from realtime.pingpong.messages import CancelTurn, EngineWarning, OpenSlot, SlotReady, SlotRef
 from realtime.session.actions import Bump, Drop
 from tests.realtime.session.harness import FRAME_MS, FRAME_SAMPLES, MS, Harness, commands, types
 
@@ -27,6 +27,18 @@ def test_cancel_bumps_drops_and_accounts_for_every_character(opened):
     opened.say(2, "Yes?")
     opened.run()
     assert opened.client.ends == {1: ["turn.cancelled"], 2: ["turn.done"]}
+
+
+def test_what_the_engine_says_of_the_time_before_a_cancel_has_no_effect():
+    harness = Harness()
+    assert harness.receive("session.start") == []
+    old = harness.slot
+    harness.say(1, "Hello.")
+    harness.receive("turn.cancel", turn_id=1)
+    assert harness.slot.generation == old.generation + 1
+    for event in (SlotReady(old, 3.0, False), EngineWarning(old, 1, "text_changed", "read as")):
+        assert harness.session.engine_event(event, 0) == []
+    assert types(harness.run()) == ["session.ready"]  # of the slot that was opened again
 
 
 def test_cancel_without_a_clock_uses_the_servers_estimate(opened):
