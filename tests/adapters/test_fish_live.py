@@ -135,6 +135,23 @@ async def test_a_socket_that_never_stops_has_no_limit_of_text(
         assert spoken(engine).split() == (text * 12).split()
 
 
+async def test_a_text_of_several_turns_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fish_live, "_LONG_TURN_CHARS", 20)
+    engine = make_engine(tmp_path)
+    async with serving(tmp_path, engine) as served, live(served) as fish:
+        await fish.start(format="wav")
+        for sentence in SENTENCES:
+            await fish.send("text", text=sentence)
+            await fish.send("flush")
+        await fish.send("stop")
+        audio = await fish.until_finish()
+    turn_ids = sorted(turn_id for _, turn_id in engine.emitted)
+    assert len(turn_ids) > 1 and audio.count(b"RIFF") == 1
+    assert_same(pcm_of(audio[44:]), said(engine, *turn_ids), 24_000, 24_000)
+
+
 async def test_nothing_to_say(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, live(served) as fish:
         await fish.start()

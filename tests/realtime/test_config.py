@@ -19,6 +19,12 @@ def test_defaults() -> None:
     assert (ServerConfig().host, ServerConfig().port) == ("127.0.0.1", 8765)
 
 
+def test_who_sends_no_text_stays_connected_for_ten_minutes() -> None:
+    config = ServerConfig()
+    assert (config.idle_timeout_s, config.idle_warning_s) == (600.0, 30.0)
+    assert config.ping_interval_s == 10.0  # proxies close what is silent for 30 to 60 s
+
+
 def test_command_line_over_environment_over_default() -> None:
     environ = {"PLOSIVE_PORT": "1", "PLOSIVE_DRAIN_S": "2.5", "PLOSIVE_URL": "x", "HOME": "y"}
     config = parse("--port", "0", "--voices-dir", "/tmp/v", **environ)
