@@ -35,8 +35,18 @@ def http_url(url: str, path: str) -> str:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """What a server that needs a key wants to see with every request."""
-    return {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    """What a server that needs a key wants to see with every request.
+
+    Raises:
+        ConnectionFailed: no header can carry the key. The message does not show it.
+    """
+    if api_key is None:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
+        raise ConnectionFailed(
+            "the API key cannot be sent: expected ASCII letters, digits and signs without spaces"
+        )
+    return {"Authorization": f"Bearer {api_key}"}
 
 
 def is_loopback(url: str) -> bool:

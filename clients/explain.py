@@ -3,11 +3,17 @@
 import os
 import re
 import ssl
+from http.client import RemoteDisconnected
 from urllib.error import URLError
+
+from websockets.exceptions import InvalidMessage
 
 from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
+_OTHER_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
+_PLAIN_ANSWERS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")  # what OpenSSL says of plain text
+_NO_HTTP = (RemoteDisconnected, InvalidMessage)  # the other end closed, or said something else
 
 
 def cause(error: Exception) -> str:
@@ -37,13 +43,26 @@ def no_connection(url: str, error: Exception) -> str:
         >>> no_connection("http://localhost:8765", ConnectionRefusedError(111, ""))
         'cannot connect to http://localhost:8765: connection refused. Is the server up?'
     """
-    reason = _unwrapped(error)
+    return f"cannot connect to {url}: {_why(url, _unwrapped(error))}"
+
+
+def _why(url: str, reason: BaseException | str) -> str:
     if isinstance(reason, ssl.SSLCertVerificationError):
+        if reason.verify_code in _OTHER_NAMES:
+            return (
+                f"its certificate is another server's: {reason.verify_message} "
+                "Connect by a name that it is made for"
+            )
         return (
-            f"cannot connect to {url}: its certificate is not trusted ({reason.verify_message}). Name "
-            "the file of the authority that signed it in SSL_CERT_FILE"
+            f"its certificate is not trusted ({reason.verify_message}). Name the file of the "
+            "authority that signed it in SSL_CERT_FILE"
         )
-    return f"cannot connect to {url}: {cause(error)}. Is the server up?"
+    if isinstance(reason, ssl.SSLError) and reason.reason in _PLAIN_ANSWERS:
+        return "what answers there does not speak TLS: its address begins with http or ws"
+    known = cause(reason) if isinstance(reason, Exception) else reason
+    if isinstance(reason, _NO_HTTP) and url.startswith(("http:", "ws:")):
+        return f"{known}. Is it a Plosive server? One with a certificate is reached by https or wss"
+    return f"{known}. Is the server up?"
 
 
 def sentence(error: PlosiveError | OSError, *, is_key_given: bool = True) -> str:

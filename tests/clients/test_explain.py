@@ -8,6 +8,7 @@ import urllib.error
 
 import pytest
 
+from clients.address import key_headers
 from clients.explain import cause, sentence
 from realtime.errors import ConnectionFailed
 
@@ -35,3 +36,10 @@ def test_sentence() -> None:
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/missing.wav")
     assert sentence(missing) == "/missing.wav: No such file or directory"
     assert sentence(OSError("there is no sound output")) == "there is no sound output"
+
+
+@pytest.mark.parametrize("key", ["ключ-" * 4, "two words", "line\nbreak"])
+def test_a_key_that_no_header_carries_is_not_shown(key: str) -> None:
+    with pytest.raises(ConnectionFailed, match="expected ASCII letters") as refused:
+        key_headers(key)
+    assert key not in str(refused.value)

@@ -111,6 +111,28 @@ async def test_a_certificate_that_nobody_trusts_says_what_to_do(
             await asyncio.to_thread(list_voices, url)
 
 
+@pytest.mark.parametrize(
+    ("has_certificate", "address", "why"),
+    [
+        (True, "http://127.0.0.1:{port}", "One with a certificate is reached by https or wss$"),
+        (False, "https://127.0.0.1:{port}", "does not speak TLS: its address begins with http"),
+        (True, "https://[::ffff:127.0.0.1]:{port}", "is another server's: .* Connect by a name"),
+    ],
+)
+async def test_an_address_of_the_other_kind_says_so(
+    tmp_path: Path, certificate: Certificate, has_certificate: bool, address: str, why: str
+) -> None:
+    files = {"ssl_certfile": certificate.file, "ssl_keyfile": certificate.key}
+    trust = certificate.trusting()
+    async with serving(tmp_path, FakeEngine(), **(files if has_certificate else {})) as served:
+        url = address.format(port=served.port)
+        with pytest.raises(ConnectionFailed, match=why):
+            async with clients.connect(url, ssl_context=trust):
+                pass
+        with pytest.raises(ConnectionFailed, match=why):
+            await asyncio.to_thread(list_voices, url, ssl_context=trust)
+
+
 async def test_ssl_cert_file_is_enough(
     tmp_path: Path, certificate: Certificate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
