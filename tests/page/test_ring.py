@@ -57,3 +57,54 @@ async def test_every_sample_comes_out_once_in_order(
         "underruns": 0,
         "roomS": room_s,
     }
+
+
+# Half a second of ones, of which too little is there at first, and then an interruption: what is
+# heard before there is enough, and of the fade.
+STOP = """
+(async () => {
+  const told = [];
+  let Ring;
+  Object.assign(globalThis, {
+    sampleRate: 48_000,
+    currentTime: 0,
+    AudioWorkletProcessor: class { port = { postMessage: (message) => told.push(message) }; },
+    registerProcessor: (_, made) => (Ring = made),
+  });
+  await import("/page/ring.js");
+  const ring = new Ring(), say = (message) => ring.port.onmessage({ data: message });
+  const push = (length) =>
+    say({ type: "push", turn: 1, samples: new Float32Array(length).fill(1) });
+  const pull = (num) => {
+    const heard = [];
+    while (heard.length < num) {
+      const out = new Float32Array(128);
+      ring.process([], [[out]]);
+      heard.push(...out);
+    }
+    return heard;
+  };
+  say({ type: "open", turn: 1 });
+  push(1_919);
+  const early = pull(256);
+  push(24_000);
+  const before = pull(256);
+  say({ type: "stop", turn: 1 });
+  const after = pull(512);
+  const { type, played } = told.at(-1);
+  return { early, before, after, type, played };
+})()
+"""
+
+
+@needs_browser
+async def test_it_begins_with_40_ms_and_fades_out_in_5_ms(devtools: str, tmp_path: Path) -> None:
+    """One sample less is not enough to begin with; cut at a loud sample, an interruption would click."""
+    async with serving(tmp_path) as served, opened(devtools, served) as page:
+        found = await page.evaluate(STOP)
+    assert not any(found["early"])
+    assert found["before"] == [1.0] * 256
+    num_fading = 240
+    fade = [1.0 - i / num_fading for i in range(num_fading)]
+    assert found["after"] == pytest.approx([*fade, *[0.0] * (512 - num_fading)], abs=1e-6)
+    assert (found["type"], found["played"]) == ("stopped", 512)
