@@ -92,6 +92,24 @@ def test_done_turns_are_kept_for_a_late_cancel_but_not_for_ever() -> None:
     assert protocol.cancel(turn_id, None) != []
 
 
+def test_nothing_is_told_of_a_cancelled_turn_but_its_account() -> None:
+    """Words and audio that crossed the cancel would end up in the next turn's transcript."""
+    protocol = start()
+    turn_id = protocol.open_turn()
+    protocol.append(turn_id, "One two.")
+    text = wire.encode(wire.TurnText(turn_id=turn_id, text="One", audio_ms=20.0))
+    (told,) = protocol.receive(text)
+    assert isinstance(told, ForTurn)
+    assert protocol.cancel(turn_id, 20.0)
+    assert protocol.receive(text) == []
+    assert protocol.receive(wire.pack_audio(packet(turn_id, 0, b"\0\0"))) == []
+    cancelled = wire.TurnCancelled(
+        turn_id=turn_id, spoken_text="One", remaining_text=" two.", played_ms=20.0
+    )
+    assert protocol.receive(wire.encode(cancelled)) == [ForTurn(turn_id, cancelled)]
+    assert protocol.receive(text) == []
+
+
 @pytest.mark.parametrize(
     ("num_told", "played_ms", "expected"),
     [
