@@ -1,8 +1,19 @@
 """What waits for one socket: its order, what is dropped, and who is held back."""
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
+import pytest
+
+from realtime import wire
+from realtime.config import ServerConfig
+from realtime.connection import WRITE_NOW_EXTENSION, Connection
+from realtime.metrics import Metrics
 from realtime.outbox import MAX_MESSAGES, Audio, Closing, Outbox, Text
+from realtime.pingpong.messages import SlotRef
+from realtime.session.actions import Send, SendAudio
 
 
 def audio(turn_id: int, audio_ms: float = 20.0) -> Audio:
@@ -52,3 +63,35 @@ async def test_a_client_that_takes_no_replies_is_not_read_from() -> None:
     assert not waiting.done()
     outbox.taken(await outbox.take())
     await asyncio.wait_for(waiting, 1.0)
+
+
+@pytest.mark.parametrize("can_write_now", [False, True])
+async def test_the_end_never_overtakes_the_audio(can_write_now) -> None:
+    """Whatever waits, and whether or not the socket could take the later ones at once."""
+    written: list[str | bytes] = []
+    came = asyncio.Event()
+
+    async def send(frame: str | bytes) -> None:
+        written.append(frame)
+        if len(written) == 6:
+            came.set()
+
+    def write_now(frames: Any) -> bool:
+        written.extend(frame for _, frame in frames)
+        return True
+
+    extensions = {WRITE_NOW_EXTENSION: write_now} if can_write_now else {}
+    socket: Any = SimpleNamespace(scope={"extensions": extensions}, send_text=send, send_bytes=send)
+    session = Mock(slot=SlotRef(0, 0), is_closed=False)
+    connection = Connection(socket, session, Mock(), ServerConfig(), Metrics())
+    packets = [
+        wire.AudioPacket(wire.AudioKind.OPUS, wire.AudioFlags(0), 1, seq, 0, b"")
+        for seq in range(2)
+    ]
+    end = wire.TurnText(turn_id=1, text="One.", audio_ms=20.0)
+    for _ in range(2):  # the first call waits: nobody has asked for it yet
+        connection.apply([SendAudio(1, tuple(packets)), Send(end)])
+    writing = asyncio.create_task(connection._write())
+    await asyncio.wait_for(came.wait(), 5.0)
+    writing.cancel()
+    assert written == [*map(wire.pack_audio, packets), wire.encode(end)] * 2
