@@ -1,5 +1,7 @@
 """`Session.interrupt`: everything that is or would be said, in one call."""
 
+import asyncio
+
 from clients import ConnectionLost, TurnCancelled, TurnDone, connect
 from realtime.wire import TextAppend, TurnCancel, TurnText
 from tests.clients.scripted_server import (
@@ -38,7 +40,8 @@ async def test_all_queued_turns_are_cancelled_the_last_one_first() -> None:
             await turn.append(text)
             await turn.commit()
         await anext(first)
-        heard = await session.interrupt(played_ms=80.0)
+        async with asyncio.timeout(5.0):  # of one that is not cancelled no account comes
+            heard = await session.interrupt(played_ms=80.0)
         assert heard.spoken_text == "One. "
         assert heard.remaining_text == "Two. Three."
         assert [account.turn_id for account in heard.turns] == [1, 2]
