@@ -89,7 +89,7 @@ async def test_many_quick_barge_ins(url) -> None:
     """Each cancels at once; none is counted against the connection."""
     speech = TTS(url=url)
     try:
-        for _ in range(10):
+        for _ in range(20):  # more than may wait in a queue
             async with speech.stream(conn_options=NO_RETRY) as stream:
                 stream.push_text("".join(TEXT))
                 await anext(stream)
