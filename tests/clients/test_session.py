@@ -43,7 +43,8 @@ from tests.clients.scripted_server import (
 async def test_say_gives_the_turns_packets_and_its_timings() -> None:
     async with scripted_server(talker) as server, connect(server.url, voice="ann") as session:
         speech = session.say("one two three")
-        packets = [packet async for packet in speech]
+        async with asyncio.timeout(10.0):  # `turn.done` ends it: the connection stays open
+            packets = [packet async for packet in speech]
         assert [packet.seq for packet in packets] == list(range(len(packets)))
         assert session.ready.voice == "ann"
         assert session.format.codec == "opus"
