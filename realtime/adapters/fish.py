@@ -18,10 +18,11 @@ from realtime.adapters.local import open_session
 from realtime.adapters.speech import (
     MAX_LEAD_MS,
     BodyReader,
+    SpeechEncoder,
     SpeechResponse,
+    audio_alone,
     session_pcm,
     speak,
-    speak_and_tell,
 )
 from realtime.auth import client_of
 from realtime.config import ServerConfig
@@ -32,7 +33,7 @@ from realtime.hub import Hub
 from realtime.pingpong.api import Engine
 from realtime.pingpong.messages import SlotRef
 from realtime.voices import VoiceStore
-from realtime.wire import SessionStart
+from realtime.wire import SessionStart, TurnText
 
 TTS_PATH = "/v1/tts"
 STREAM_PATH = "/v1/tts/stream/with-timestamp"
@@ -87,36 +88,18 @@ class Fish:
     # ------------------------------------------------------------------ POST
 
     async def _speak(self, request: Request) -> Response:
-        tts, start = await self._read(request)
-        encoder = tts.make_encoder(self._pcm.sample_rate)
-        chunks = speak(
-            self._hub,
-            start,
-            tts.text,
-            encoder,
-            client_of(request.scope),
-            self._voices.find,
-            tts.num_reference_chars,
-        )
-        return self._response(chunks, encoder.content_type)
+        _, encoder, pieces = await self._begin(request)
+        return self._response(audio_alone(pieces), encoder.content_type)
 
     async def _speak_with_timestamps(self, request: Request) -> Response:
-        tts, start = await self._read(request)
-        encoder = tts.make_encoder(self._pcm.sample_rate)
-        pieces = speak_and_tell(
-            self._hub,
-            start,
-            tts.text,
-            encoder,
-            client_of(request.scope),
-            self._voices.find,
-            tts.num_reference_chars,
-        )
+        tts, _, pieces = await self._begin(request)
         events = with_alignment(pieces, tts.prosody.speed)
         late_event = partial(self._errors.event, STREAM_PATH)
         return self._response(events, "text/event-stream", late_event)
 
-    async def _read(self, request: Request) -> tuple[TtsRequest, SessionStart]:
+    async def _begin(
+        self, request: Request
+    ) -> tuple[TtsRequest, SpeechEncoder, AsyncGenerator[bytes | TurnText, None]]:
         content_type = request.headers.get("content-type", "")
         body = await self._body.read(request)
         tts = await asyncio.to_thread(parse_body, content_type, body)  # clips make it long
@@ -128,7 +111,18 @@ class Fish:
             sampling=tts.sampling,
             max_lead_ms=MAX_LEAD_MS,
         )
-        return tts, start
+        encoder = tts.make_encoder(self._pcm.sample_rate)
+        client = client_of(request.scope)
+        pieces = speak(
+            self._hub,
+            start,
+            tts.text,
+            encoder,
+            client,
+            find_voice=self._voices.find,
+            num_voice_chars=tts.num_reference_chars,
+        )
+        return tts, encoder, pieces
 
     def _response(
         self,

@@ -23,7 +23,7 @@ from realtime.adapters.fish_alignment import Alignment
 from realtime.adapters.fish_request import TtsRequest, parse_request, unpack
 from realtime.adapters.fish_voices import Voices
 from realtime.adapters.local import Item, LocalSession
-from realtime.adapters.speech import MAX_LEAD_MS, Encoder, decode_pcm
+from realtime.adapters.speech import MAX_LEAD_MS, SpeechEncoder, decode_pcm
 from realtime.connection import ABORT_EXTENSION
 from realtime.errors import CLOSE_CODE, ConnectionLost, PlosiveError
 from realtime.wire import (
@@ -49,7 +49,7 @@ class Speech:
     def __init__(self, request: TtsRequest, input_rate: int) -> None:
         self._make_encoder = partial(request.make_encoder, input_rate)
         self._is_raw = request.format == "pcm"
-        self.encoder: Encoder = self._make_encoder()
+        self.encoder: SpeechEncoder = self._make_encoder()
         self.turns: deque[int] = deque()  # not over yet; text goes to the last one
         self.num_chars = 0  # in the last one
         self.has_unflushed = False

@@ -32,6 +32,7 @@ from realtime.adapters.speech import (
     BodyReader,
     SpeechEncoder,
     SpeechResponse,
+    audio_alone,
     speak,
 )
 from realtime.auth import client_of
@@ -165,7 +166,8 @@ class OpenAiRoutes:
             max_lead_ms=MAX_LEAD_MS,
         )
         encoder = _CountingEncoder(MediaEncoder(format, rate), Prosody(rate, asked.speed or 1.0))
-        chunks = speak(self._hub, start, asked.input, encoder, client_of(request.scope))
+        pieces = speak(self._hub, start, asked.input, encoder, client_of(request.scope))
+        chunks = audio_alone(pieces)
         content_type, late_event = encoder.content_type, None
         if asked.stream_format == "sse":
             chunks = self._events(chunks, encoder, rate, len(asked.input))

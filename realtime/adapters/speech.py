@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Protocol
 
 import numpy as np
 from fastapi import Request, Response
@@ -38,14 +37,6 @@ _TURN_ID = 1
 logger = logging.getLogger(__name__)
 
 
-class Encoder(Protocol):
-    """What `realtime.adapters.media` offers; one stream."""
-
-    def push(self, pcm: NDArray[np.float32]) -> bytes: ...
-
-    def finish(self) -> bytes: ...
-
-
 class SpeechEncoder:
     """Speed and loudness, then the format."""
 
@@ -71,12 +62,12 @@ async def speak(
     hub: Hub,
     start: SessionStart,
     text: str,
-    encoder: Encoder,
+    encoder: SpeechEncoder,
     client: str,
     find_voice: Callable[[str], VoicePrompt] | None = None,
     num_voice_chars: int = 0,
-) -> AsyncGenerator[bytes, None]:
-    """The encoded speech, piece by piece.
+) -> AsyncGenerator[bytes | TurnText, None]:
+    """The encoded speech, piece by piece, and which text has been spoken by the end of those so far.
 
     Args:
         start: must ask for PCM at the encoder's input rate.
@@ -86,23 +77,6 @@ async def speak(
     Raises:
         PlosiveError: before the first piece, for everything that can be known by then.
     """
-    pieces = speak_and_tell(hub, start, text, encoder, client, find_voice, num_voice_chars)
-    async with aclosing(pieces):
-        async for piece in pieces:
-            if isinstance(piece, bytes):
-                yield piece
-
-
-async def speak_and_tell(
-    hub: Hub,
-    start: SessionStart,
-    text: str,
-    encoder: Encoder,
-    client: str,
-    find_voice: Callable[[str], VoicePrompt] | None = None,
-    num_voice_chars: int = 0,
-) -> AsyncGenerator[bytes | TurnText, None]:
-    """The same, and which text has been spoken by the end of the pieces so far."""
     if len(text) > MAX_TURN_CHARS:
         message = f"got {len(text):,} characters, the limit is {MAX_TURN_CHARS:,}"
         raise SessionError("turn_too_long", message, param="text")
@@ -127,6 +101,15 @@ async def speak_and_tell(
                 break
     if data := await asyncio.to_thread(encoder.finish):
         yield data
+
+
+async def audio_alone(
+    pieces: AsyncGenerator[bytes | TurnText, None],
+) -> AsyncGenerator[bytes, None]:
+    async with aclosing(pieces):
+        async for piece in pieces:
+            if isinstance(piece, bytes):
+                yield piece
 
 
 def decode_pcm(payloads: list[bytes]) -> NDArray[np.float32]:
