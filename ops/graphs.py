@@ -58,6 +58,14 @@ class GraphSet(Generic[Out]):
         """Those that are captured."""
         return tuple(sorted(self._graphs))
 
+    def compile(self) -> None:
+        """Call every size within `nvrtc.compiling`, so that what they launch is compiled at once
+        instead of one after another. Without CUDA it does nothing."""
+        if self._device.type == "cuda" and not self._graphs:
+            with torch.cuda.device(self._device):
+                for size in self._sizes[::-1]:
+                    self._run(size)
+
     def capture(self, progress: Progress = iter, *, priority: int = 0) -> None:
         """Warm up and capture every size, the largest first, so that the others find its memory in
         the pool. Without CUDA it does nothing.

@@ -5,11 +5,13 @@ every source is compiled for every architecture in the tests. Programs are compi
 math: what may be approximate is spelled so in the source (`__expf`).
 
 The first launch of a kernel compiles and loads it: it must not happen under graph capture. Later
-ones may be captured; they allocate nothing on the device and wait for nothing.
+ones may be captured; they allocate nothing on the device and wait for nothing. Many kernels are
+compiled at once, on all cores, by a first round of calls `compiling` that launches nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,7 +19,8 @@ import importlib
 import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ Scalar = ctypes.c_int32 | ctypes.c_int64 | ctypes.c_float | ctypes.c_uint32 | ct
 Argument = Tensor | Scalar | ctypes.Structure | ctypes.Array[ctypes.c_uint64] | None
 Dim = tuple[int, ...]
 _LaunchKey = tuple[Dim, Dim, int, Dim, bool, int]
+_Program = tuple[str, str, tuple[tuple[str, int | str], ...]]  # source, architecture, defines
 
 _MAX_CONFIGS = 4096  # launch shapes remembered per kernel; a server has tens
 _FLAGS = ("-std=c++17", "-lineinfo", "-default-device")
@@ -75,6 +79,10 @@ class Kernel:
         Raises:
             KernelError: the driver refused it.
         """
+        ahead = getattr(_thread, "ahead", None)
+        if ahead is not None:
+            ahead.want(self._program(torch.cuda.current_device()))
+            return
         device = torch._C._cuda_getDevice()
         handle = self._handles.get(device) or self._load(device)
         if shared_bytes > self._max_shared.get(device, 0):  # the default counts static memory too
@@ -94,12 +102,13 @@ class Kernel:
         if status != 0:
             raise KernelError(f"{self._source}:{self._name} {key}: {_driver_error(status)}")
 
+    def _program(self, device: int) -> _Program:
+        return self._source, _arch(device), tuple(sorted(self._defines.items()))
+
     def _load(self, device: int) -> Any:
         with self._lock:
             if device not in self._handles:
-                library = _library(
-                    self._source, _arch(device), tuple(sorted(self._defines.items()))
-                )
+                library = _library(*self._program(device))
                 driver = _driver()
                 function = _check(driver.cuLibraryGetKernel(library, self._name.encode()))
                 _bind_thread()
@@ -132,6 +141,39 @@ def _kernel(source: str, name: str, defines: tuple[tuple[str, int | str], ...]) 
 def kernel(source: str, name: str, *, defines: Mapping[str, int | str] | None = None) -> Kernel:
     """The `extern "C"` function `name` of `ops/csrc/<source>`; the same object for the same call."""
     return _kernel(source, name, tuple(sorted((defines or {}).items())))
+
+
+class _Ahead:
+    """Programs that are compiled side by side, each once. NVRTC lets other threads run meanwhile."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="plosive-compile")
+        self._jobs: dict[_Program, Future[Any]] = {}
+
+    def want(self, program: _Program) -> None:
+        if program not in self._jobs:
+            self._jobs[program] = self._pool.submit(_library, *program)
+
+    def finish(self) -> None:
+        self._pool.shutdown()
+        for job in self._jobs.values():
+            job.result()
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, this thread's launches launch nothing: what they need is compiled, many at once, and is
+    there afterwards. What kernels would have written is left as it was.
+
+    Raises:
+        KernelError: afterwards, of the first that could not be compiled.
+    """
+    _thread.ahead = ahead = _Ahead()
+    try:
+        yield
+    finally:
+        _thread.ahead = None
+        ahead.finish()
 
 
 def compile_source(source: str, arch: str, defines: Mapping[str, int | str] | None = None) -> bytes:

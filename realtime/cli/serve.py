@@ -51,6 +51,7 @@ EXAMPLES = """examples:
 
 EngineFactory = Callable[[ServerConfig], Engine]
 
+_WORTH_A_LINE_S = 5.0  # of a start
 _WORTH_A_LINE_BYTES = 10**9  # of weights: loading them takes seconds, which are accounted for
 
 
@@ -306,6 +307,18 @@ def memory_line(stats: dict[str, float]) -> str:
     return f"Device memory in GB: {', '.join(parts)}"
 
 
+def start_up_line(stats: dict[str, float], ready_s: float) -> str:
+    """What a slow start was slow for; empty for a fast one."""
+    stages = {name: took_s for name, took_s in stats.items() if name.startswith("warm_up_")}
+    if not stages or ready_s < _WORTH_A_LINE_S:
+        return ""
+    parts = [
+        f"{name.removeprefix('warm_up_').removesuffix('_s').replace('_', ' ')} {took_s:.1f}"
+        for name, took_s in stages.items()
+    ]
+    return f"Start-up in s: {', '.join(parts)}, before that {ready_s - sum(stages.values()):.1f}"
+
+
 async def _announce(
     config: ServerConfig, engine: Engine, hub: Hub, sock: socket.socket, started_s: float
 ) -> None:
@@ -318,8 +331,10 @@ async def _announce(
         raise
     spare_what_is_loaded()
     url, ready_s = url_of(config, sock), time.monotonic() - started_s
-    if line := memory_line(engine.stats()):
-        print(line, flush=True)
+    stats = engine.stats()
+    for line in (memory_line(stats), start_up_line(stats, ready_s)):
+        if line:
+            print(line, flush=True)
     print(
         f"Plosive listening on {url} (model {engine.info.model_name}, "
         f"{engine.info.num_slots} slots, ready in {ready_s:.1f} s)",

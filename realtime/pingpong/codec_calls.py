@@ -131,6 +131,9 @@ class _Lane:
         self._is_captured = False
         self.nbytes = 0
 
+    def compile(self) -> None:
+        self._graphs.compile()
+
     def capture(self, progress: Progress) -> None:
         self._named.words.fill_(self._dummy_slot)
         self._graphs.capture(progress, priority=self._priority)
@@ -205,6 +208,10 @@ class CodecRunner:
     def max_streams(self, chunk: int) -> int:
         """Of one call with so many frames of each."""
         return self.dummy_slot if chunk == 1 else min(self.dummy_slot, MAX_CALL_FRAMES // chunk)
+
+    def compile(self) -> None:
+        """See `GraphSet.compile`. Both lanes launch the same kernels."""
+        self._urgent.compile()
 
     def capture(self, progress: Progress) -> None:
         """Capture every size (CUDA only). No stream may be running."""

@@ -11,7 +11,8 @@ generation of a slot, written by the event loop alone, makes whatever is late re
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ from model.errors import ClipError, ConfigError, ModelError, PromptError
 from model.kv_cache import KVCache, KvFormat, default_page_size
 from model.speech_model import SpeechModel
 from model.tensor_bytes import tensor_bytes
+from ops import nvrtc
 from realtime.errors import EngineError, VoiceError
 from realtime.pingpong.api import EngineInfo
 from realtime.pingpong.clip_process import read_clip_apart
@@ -128,6 +130,7 @@ class PingPongEngine:
             "weight_bytes": model.dual_ar.nbytes,
             "codec_weight_bytes": tensor_bytes(model.codec),
         }
+        self._warm_up_s: dict[str, float] = {}  # by stage
         self._sink: Callable[[Event], None] = _no_sink
         self._threads: list[threading.Thread] = []
         self._is_stopping = threading.Event()
@@ -227,6 +230,7 @@ class PingPongEngine:
             "codec_state_bytes": vocode.runner.state_bytes,
             "slots_waiting_for_pages": prefill.kv.memory.num_waiting,
             "slots_that_lost_their_pages_total": prefill.kv.num_stripped,
+            **self._warm_up_s,
         }
 
     def stop(self) -> None:
@@ -248,19 +252,33 @@ class PingPongEngine:
     def warm_up(self, voices: tuple[VoicePrompt, ...]) -> None:
         """Capture the graphs of every batch size, or where there are none run each once, and cache
         the voices' prefixes. No session may be open."""
+        frames, codec, prefill = self._decode.frames, self._vocode.runner, self._prefill.kv.runner
         with torch.inference_mode():
-            for voice in voices:
-                self._warm_voice(voice)
-            self._decode.frames.capture(_progress)
-            self._vocode.runner.capture(_progress)
-            self._prefill.kv.runner.capture(_progress)
+            rows = [self._default_voice_rows(voice) for voice in voices]
+            with self._timed("kernels"), nvrtc.compiling():
+                for runner in (frames, codec, prefill):
+                    runner.compile()
+            with self._timed("frame_graphs"):
+                frames.capture(_progress)
+            with self._timed("codec_graphs"):
+                codec.capture(_progress)
+            with self._timed("prefill_graphs"):
+                prefill.capture(_progress)
+            with self._timed("voices"):  # `/ready` promises them
+                for each in rows:
+                    self._prefill.kv.warm_up(each)
             for num_rows in range(1, self._slots.num_slots + 1):
                 self._warm_batch(num_rows)
 
-    def _warm_voice(self, voice: VoicePrompt) -> None:
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        begun_s = time.monotonic()
+        yield
+        self._warm_up_s[f"warm_up_{stage}_s"] = time.monotonic() - begun_s
+
+    def _default_voice_rows(self, voice: VoicePrompt) -> torch.Tensor:
         try:
-            rows = self._prefill.checked_prefix_rows((voice,), "")
-            self._prefill.kv.warm_up(rows)  # `/ready` promises it
+            return self._prefill.checked_prefix_rows((voice,), "")
         except PromptError as error:
             has_more = self._cache.max_len < self._model.dual_ar.config.slow.max_len
             way_out = f", or raise --max-context ({self._cache.max_len} now)" if has_more else ""

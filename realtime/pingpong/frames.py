@@ -102,6 +102,10 @@ class FrameRunner:
         """Device memory of the graphs."""
         return self._graphs.nbytes
 
+    def compile(self) -> None:
+        """See `GraphSet.compile`."""
+        self._graphs.compile()
+
     def capture(self, progress: Progress) -> None:
         """Capture every batch size (CUDA only). No stream may be running."""
         self._list([self.state.dummy_slot] * len(self._listed))

@@ -103,6 +103,10 @@ class PrefillRunner:
         """Device memory of the graphs."""
         return self._graphs.nbytes
 
+    def compile(self) -> None:
+        """See `GraphSet.compile`."""
+        self._graphs.compile()
+
     def capture(self, progress: Progress) -> None:
         """Capture every size (CUDA and packed models only). No slot may be in use."""
         self._input.put((), self.max_rows)

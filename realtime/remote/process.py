@@ -162,6 +162,7 @@ class _Served:
             value: Any = getattr(self._engine, call.name)(*call.args)
             if call.name == "warm_up":
                 spare_what_is_loaded()
+                self._send(self._health())  # what it took is told with the news
         except Exception as error:  # raised again by the caller, in the server
             if not isinstance(error, PlosiveError):
                 logger.exception("%s failed", call.name)

@@ -26,6 +26,7 @@ def test_512_slots_need_few_graphs():
 def test_without_cuda_a_set_runs_the_call_itself_at_exactly_the_size_wanted():
     calls = []
     graphs = GraphSet(torch.device("cpu"), lambda size: calls.append(size) or size, [1, 2, 4])
+    graphs.compile()
     graphs.capture(progress=lambda sizes: pytest.fail("nothing to show"))
     assert graphs.sizes == () and graphs.nbytes == 0 and not calls
     assert graphs.size_for(3) == 3 and graphs(3) == 3 and calls == [3]

@@ -1,6 +1,7 @@
 """The compiler around the kernels: every source for every architecture, the cache, errors."""
 
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -77,6 +78,60 @@ def test_the_same_kernel_is_one_object(sources):
     assert nvrtc.kernel("add.cu", "add", defines={"SCALE": 1}) is not nvrtc.kernel(
         "add.cu", "add", defines={"SCALE": 2}
     )
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What is loaded, on a device that is made up; `_library` is replaced by `loaded.append`."""
+    programs = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(nvrtc, "_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(nvrtc, "_library", lambda *program: programs.append(program))
+    return programs
+
+
+def test_launches_ahead_are_compiled_side_by_side_and_once(loaded, monkeypatch):
+    both = threading.Barrier(2, timeout=10)  # of one after the other the first would wait for ever
+
+    def load(*program):
+        both.wait()
+        loaded.append(program)
+
+    monkeypatch.setattr(nvrtc, "_library", load)
+    monkeypatch.setattr(nvrtc.os, "cpu_count", lambda: 2)
+    with nvrtc.compiling():
+        for scale in (2, 3, 2, 3):
+            nvrtc.kernel("add.cu", "add", defines={"SCALE": scale}).launch((1,), (64,), [])
+    assert sorted(loaded) == [("add.cu", "sm_90a", (("SCALE", scale),)) for scale in (2, 3)]
+
+
+def test_what_cannot_be_compiled_ahead_is_told_and_launches_are_launches_again(loaded, monkeypatch):
+    def fail(*program):
+        raise nvrtc.KernelError(str(program))
+
+    monkeypatch.setattr(nvrtc, "_library", fail)
+    kernel = nvrtc.kernel("add.cu", "add", defines={"SCALE": 7})
+    with pytest.raises(nvrtc.KernelError, match="add.cu"), nvrtc.compiling():
+        kernel.launch((1,), (64,), [])
+    launched = []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: launched.append(1) or 0, raising=False)
+    with pytest.raises(nvrtc.KernelError):
+        kernel.launch((1,), (64,), [])
+    assert launched
+
+
+@pytest.mark.gpu
+def test_what_was_compiled_ahead_has_not_run_and_runs(sources, monkeypatch):
+    device = torch.device("cuda")
+    a, out = torch.ones(64, device=device), torch.zeros(64, device=device)
+    args = [a, out, ctypes.c_float(3.0), ctypes.c_int32(64)]
+    kernel = nvrtc.kernel("add.cu", "add", defines={"SCALE": 11})
+    with nvrtc.compiling():
+        kernel.launch((1,), (64,), args)
+    assert not out.any()
+    monkeypatch.setattr(nvrtc, "compile_source", None)  # it is there
+    kernel.launch((1,), (64,), args)
+    assert torch.equal(out, a + 33)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from realtime import wire
-from realtime.cli.serve import bind, load_engine, memory_line
+from realtime.cli.serve import bind, load_engine, memory_line, start_up_line
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
 
@@ -214,3 +214,11 @@ def test_a_big_model_says_what_it_takes_of_its_device() -> None:
     stats = {"weight_bytes": 9.16e9, "kv_bytes": 1.2e10, "slots_active": 3.0, "graph_bytes": 0.0}
     assert memory_line(stats) == "Device memory in GB: weight 9.16, kv 12.00"
     assert memory_line({"weight_bytes": 8e7}) == ""
+
+
+def test_a_slow_start_says_what_it_was_slow_for() -> None:
+    stats = {"warm_up_kernels_s": 3.21, "warm_up_frame_graphs_s": 6.0, "slots_active": 3.0}
+    assert start_up_line(stats, 12.5) == (
+        "Start-up in s: kernels 3.2, frame graphs 6.0, before that 3.3"
+    )
+    assert start_up_line(stats, 0.5) == "" and start_up_line({}, 12.5) == ""

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from model.speech_model import PlainText, load_speech_model
+from ops import nvrtc
+from realtime.pingpong.codec_calls import CodecRunner
+from realtime.pingpong.frames import FrameRunner
 from realtime.pingpong.messages import (
     CancelTurn,
     EngineWarning,
@@ -18,6 +21,7 @@ from realtime.pingpong.messages import (
     SlotReady,
     TurnEnd,
 )
+from realtime.pingpong.prefill_rows import PrefillRunner
 from realtime.pingpong.steps import StepBuffer
 from tests.support.engine import (
     TEXTS,
@@ -252,6 +256,27 @@ def test_a_session_with_endless_work_does_not_keep_its_neighbours_waiting() -> N
         recorder.wait(TurnEnd, lambda event: event.slot == other)
         assert heard.index("hello.") <= 2
         close_slot(engine, recorder, busy)
+
+
+def test_warm_up_compiles_for_all_graphs_at_once_before_it_captures_any(monkeypatch) -> None:
+    calls = []
+    for runner in (FrameRunner, CodecRunner, PrefillRunner):
+        name = runner.__name__
+
+        def compile_kernels(_self, name=name) -> None:
+            calls.append((name, id(nvrtc._thread.ahead)))
+
+        monkeypatch.setattr(runner, "compile", compile_kernels)
+        monkeypatch.setattr(runner, "capture", lambda _self, _progress, n=name: calls.append(n))
+    with running(tiny_model(), num_slots=1) as (engine, _):
+        calls.clear()
+        engine.warm_up((voice(0),))
+        stats = engine.stats()
+    names = ["FrameRunner", "CodecRunner", "PrefillRunner"]
+    assert [call[0] for call in calls[:3]] == names and calls[3:] == names
+    assert len({scope for _, scope in calls[:3]}) == 1 and nvrtc._thread.ahead is None
+    for stage in ("kernels", "frame_graphs", "codec_graphs", "prefill_graphs", "voices"):
+        assert stats[f"warm_up_{stage}_s"] >= 0.0
 
 
 def test_warm_up_caches_the_default_voice() -> None:
