@@ -69,7 +69,11 @@ def retry_after_s(header: str | None) -> float | None:
 
 
 def _split(url: str) -> SplitResult:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - raises where it is none
+    except (ValueError, AttributeError):
+        parts = SplitResult("", "", "", "", "")
     if parts.scheme not in _SECURE or not parts.netloc:
         raise ConnectionFailed(
             f"{url!r} is no server address; expected one like http://localhost:8765"

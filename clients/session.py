@@ -4,10 +4,12 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from typing import TypedDict
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypedDict
 from weakref import WeakSet
+
+from pydantic import ValidationError
 
 from clients.address import websocket_url
 from clients.interruption import Interruption, interrupt
@@ -15,7 +17,7 @@ from clients.link import Link, open_link
 from clients.protocol import ClientProtocol, SessionEvent
 from clients.reconnect import Attempts, Reconnect
 from clients.turn import MAX_BUFFERED_EVENTS, Speech, TextSource, Turn
-from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
+from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError, SessionError
 from realtime.wire import (
     AudioFormat,
     EffectiveFormat,
@@ -26,6 +28,7 @@ from realtime.wire import (
     SessionUpdate,
     Warn,
     encode,
+    shorten,
 )
 
 _OPUS_24_KHZ = AudioFormat()
@@ -132,11 +135,13 @@ class Session:
 
         Raises:
             VoiceError: no such voice; the session goes on with the old one.
+            SessionError: `invalid_option`.
             PlosiveError: the server refused otherwise, or the session has ended.
         """
-        update = SessionUpdate(
-            voice=voice, prompt=prompt, sampling=sampling, max_lead_ms=max_lead_ms
-        )
+        with _valid_options():
+            update = SessionUpdate(
+                voice=voice, prompt=prompt, sampling=sampling, max_lead_ms=max_lead_ms
+            )
         self.ready = await self._ask(encode(update))
         changes = {field: getattr(update, field) for field in update.model_fields_set - {"type"}}
         kept = {field: value for field, value in changes.items() if value is not None}
@@ -263,8 +268,31 @@ class ConnectOptions(TypedDict, total=False):
     ssl_context: ssl.SSLContext | None
 
 
-@asynccontextmanager
-async def connect(  # noqa: PLR0913 - what a session can be told
+class Opening:
+    """What `connect` gives, to be entered or awaited."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._started_s = time.perf_counter()
+
+    def __await__(self) -> Generator[Any, None, Session]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> Session:
+        await self._session.open(self._started_s)
+        return self._session
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.drop()
+
+    if not TYPE_CHECKING:  # a type checker sees by itself that it is no session
+
+        def __getattr__(self, name: str) -> None:
+            how = "async with connect(url) as session: ..., or session = await connect(url)"
+            raise AttributeError(f"a session is open, and has {name!r}, only inside of {how}")
+
+
+def connect(  # noqa: PLR0913 - what a session can be told
     url: str,
     *,
     api_key: str | None = None,
@@ -276,13 +304,14 @@ async def connect(  # noqa: PLR0913 - what a session can be told
     open_timeout_s: float = 30.0,
     reconnect: Reconnect = NEVER,
     ssl_context: ssl.SSLContext | None = None,
-) -> AsyncIterator[Session]:
+) -> Opening:
     """Open a session; the block begins when voice and prompt are prefilled.
 
     `url` is the server ("http://host:8765", "ws://host:8765") or the full address of its endpoint.
     `api_key` is for servers that need one. `ssl_context` is for an https server whose certificate
-    this machine does not trust (or name the authority's file in SSL_CERT_FILE). `voice` None is the server's default voice. Leaving the
-    block closes the socket.
+    this machine does not trust (or name the authority's file in SSL_CERT_FILE). `voice` None is the
+    server's default voice. Leaving the block closes the socket; a session that was awaited instead,
+    `session = await connect(url)`, is closed by `close`.
 
     With `reconnect`, a connection that is lost is opened again in the background, with the voice
     and the prompt in force; the turns that were under way fail with ConnectionLost, which says how
@@ -298,13 +327,14 @@ async def connect(  # noqa: PLR0913 - what a session can be told
     Raises:
         ConnectionFailed: nobody answers, or the upgrade was refused: `status`, `retry_after_s`.
         VoiceError: no such voice.
+        SessionError: `invalid_option`.
         PlosiveError: the server refused the session otherwise.
     """
-    started_s = time.perf_counter()
     address = websocket_url(url)
-    start = SessionStart(
-        voice=voice, prompt=prompt, format=format, sampling=sampling, max_lead_ms=max_lead_ms
-    )
+    with _valid_options():
+        start = SessionStart(
+            voice=voice, prompt=prompt, format=format, sampling=sampling, max_lead_ms=max_lead_ms
+        )
 
     async def open_in_time(start: SessionStart, on_event: OnEvent) -> tuple[Link, SessionReady]:
         try:
@@ -315,9 +345,16 @@ async def connect(  # noqa: PLR0913 - what a session can be told
                 f"{url} did not get a session ready within {open_timeout_s:g} s"
             ) from None
 
-    session = Session(open_in_time, start, reconnect)
-    await session.open(started_s)
+    return Opening(Session(open_in_time, start, reconnect))
+
+
+@contextmanager
+def _valid_options() -> Iterator[None]:
+    """Raises SessionError `invalid_option` for a value that no message can carry."""
     try:
-        yield session
-    finally:
-        await session.drop()
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param = ".".join(map(str, first["loc"]))
+        why = f"{param}: {first['msg']} (got {shorten(first['input'])})"
+        raise SessionError("invalid_option", why, param=param) from None

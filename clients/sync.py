@@ -13,7 +13,7 @@ several threads: one may read a turn while another interrupts it.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import ExitStack
 from typing import Self, TypeVar, Unpack
 
 import clients.session
@@ -21,7 +21,7 @@ import clients.turn
 from clients.interruption import Interruption
 from clients.loop_thread import LoopThread
 from clients.protocol import TurnEvent
-from clients.turn import Timings
+from clients.turn import TextSource, Timings
 from realtime.wire import (
     AudioPacket,
     EffectiveFormat,
@@ -35,30 +35,38 @@ from realtime.wire import (
 T = TypeVar("T")
 
 
-@contextmanager
-def connect(url: str, **options: Unpack[clients.session.ConnectOptions]) -> Iterator["Session"]:
-    """Open a session; takes the options and raises the errors of `clients.connect`.
+def connect(url: str, **options: Unpack[clients.session.ConnectOptions]) -> "Session":
+    """Open a session; takes the options and raises the errors of `clients.connect`. Leaving its block
+    closes the socket and ends the thread.
 
     Example:
         with connect("http://localhost:8765", voice="af_heart") as session:
             for packet in session.say("Hello there."):
                 player.feed(packet)
     """
-    with LoopThread() as loop:
-        opening = clients.session.connect(url, **options)
-        session = loop.run(_enter(opening))
-        try:
-            yield Session(session, loop)
-        finally:
-            loop.run(_leave(opening))
+    with ExitStack() as opened:
+        loop = opened.enter_context(LoopThread())
+        session = loop.run(_open(url, options))
+        opened.callback(lambda: loop.run(session.drop()))
+        return Session(session, loop, opened.pop_all())
 
 
 class Session:
     """An open session with its voice prefilled. Made by `connect`."""
 
-    def __init__(self, session: clients.session.Session, loop: LoopThread) -> None:
+    def __init__(
+        self, session: clients.session.Session, loop: LoopThread, opened: ExitStack
+    ) -> None:
+        """`opened` is closed when the block is left."""
         self.asynchronous = session
         self.loop = loop
+        self._opened = opened
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
 
     @property
     def ready(self) -> SessionReady:
@@ -84,7 +92,7 @@ class Session:
         """A new turn; several may be open at once. Raises like `clients.Session.turn`."""
         return Turn(self.loop.run(call(self.asynchronous.turn)), self.loop)
 
-    def say(self, text: str | Iterable[str]) -> "Speech":
+    def say(self, text: TextSource) -> "Speech":
         """Say a text, or an iterator of pieces of it, as one turn.
 
         The text is sent when iteration begins; an iterator is read on another thread.
@@ -203,7 +211,7 @@ class Speech:
     Leaving the loop early cancels the turn.
     """
 
-    def __init__(self, turn: Turn, text: clients.turn.TextSource) -> None:
+    def __init__(self, turn: Turn, text: TextSource) -> None:
         self.turn = turn
         self._speech = clients.turn.Speech(turn.asynchronous, text)
 
@@ -217,12 +225,8 @@ class Speech:
             run(packets.aclose())
 
 
-async def _enter(opening: AbstractAsyncContextManager[T]) -> T:
-    return await opening.__aenter__()
-
-
-async def _leave(opening: AbstractAsyncContextManager[T]) -> None:
-    await opening.__aexit__(None, None, None)
+async def _open(url: str, options: clients.session.ConnectOptions) -> clients.session.Session:
+    return await clients.session.connect(url, **options)
 
 
 async def call(function: Callable[[], T]) -> T:
@@ -234,9 +238,11 @@ async def _next(packets: AsyncIterator[AudioPacket]) -> AudioPacket | None:
     return await anext(packets, None)
 
 
-def text_source(text: str | Iterable[str]) -> clients.turn.TextSource:
+def text_source(text: TextSource) -> TextSource:
     """What the asynchronous client takes, of an iterator that may block."""
-    return text if isinstance(text, str) else _read_in_thread(text)
+    if isinstance(text, Iterable) and not isinstance(text, str):
+        return _read_in_thread(text)
+    return text
 
 
 async def _read_in_thread(text: Iterable[str]) -> AsyncIterator[str]:

@@ -1,6 +1,5 @@
 """The player for code that blocks: the twin of `clients.player`."""
 
-from collections.abc import Iterable
 from typing import Self
 
 import clients.player
@@ -8,6 +7,7 @@ from clients.devices import Device
 from clients.interruption import Interruption
 from clients.loop_thread import LoopThread
 from clients.sync import Session, Turn, call, text_source
+from clients.turn import TextSource
 
 
 class Player:
@@ -32,7 +32,7 @@ class Player:
         """How often a turn ran dry before its end."""
         return self._player.num_underruns
 
-    def play(self, text: str | Iterable[str]) -> "Playback":
+    def play(self, text: TextSource) -> "Playback":
         """Say a text, or an iterator of pieces of it, after what is being played. Returns at once.
 
         Raises:

@@ -28,6 +28,7 @@ from realtime.wire import (
     TurnCancelled,
     TurnDone,
     TurnMetrics,
+    shorten,
 )
 
 # A server never runs further ahead of playback than the largest `max_lead_ms`, so a consumer that
@@ -135,9 +136,12 @@ class Turn:
         """Send a piece of text. Pieces are concatenated verbatim: spaces are the caller's.
 
         Raises:
-            SessionError: code `turn_closed`, if the turn is committed, cancelled or done.
+            SessionError: code `turn_closed`, if the turn is committed, cancelled or done;
+                `invalid_text`, if it is no string.
             PlosiveError: what ended the turn or the session.
         """
+        if not isinstance(text, str):
+            raise SessionError("invalid_text", f"text: got {shorten(text)}, expected a string")
         if self._channel is None:
             self._unsent += text
         channel, turn_id = await self._opened()
@@ -361,9 +365,12 @@ async def _pieces(text: TextSource) -> AsyncIterator[str]:
     elif isinstance(text, AsyncIterable):
         async for piece in text:
             yield piece
-    else:
+    elif isinstance(text, Iterable):
         for piece in text:
             yield piece
+    else:
+        expected = "a string, or an (async) iterator of strings"
+        raise SessionError("invalid_text", f"text: got {shorten(text)}, expected {expected}")
 
 
 def _ms_between(start_s: float | None, end_s: float | None) -> float | None:

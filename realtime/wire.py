@@ -314,7 +314,7 @@ def _protocol_error(message: dict[str, Any], error: ValidationError) -> Protocol
     path = ".".join(str(part) for part in first["loc"][1:]) or "type"
     return ProtocolError(
         "invalid_message",
-        f"{message_type}: {path}: {first['msg']} (got {_shorten(first.get('input'))})",
+        f"{message_type}: {path}: {first['msg']} (got {shorten(first.get('input'))})",
         param=path,
         turn_id=_turn_id(message),
     )
@@ -327,7 +327,8 @@ def _turn_id(message: dict[str, Any]) -> int | None:
         return None
 
 
-def _shorten(value: object) -> str:
+def shorten(value: object) -> str:
+    """For a message: its repr, of at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

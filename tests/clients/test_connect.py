@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from clients import ConnectionFailed, ProtocolError, VoiceError, connect
+from clients import AudioFormat, ConnectionFailed, ProtocolError, SessionError, VoiceError, connect
 from clients.address import http_url, websocket_url
 from realtime.wire import Error, Sampling, SessionStart
 from tests.clients.scripted_server import PCM_FORMAT, Peer, ready, respond, scripted_server, talker
@@ -92,6 +92,35 @@ async def test_a_server_that_never_gets_ready() -> None:
                 pass
 
 
+@pytest.mark.parametrize(
+    ("option", "got"),
+    [
+        ({"voice": 7}, "voice: Input should be a valid string (got 7)"),
+        ({"format": "opus"}, "format: "),
+        ({"max_lead_ms": -1}, "max_lead_ms: "),
+    ],
+)
+async def test_an_option_that_makes_no_sense_is_named_before_anything_is_sent(option, got) -> None:
+    with pytest.raises(SessionError) as raised:
+        connect("http://127.0.0.1:9", **option)
+    assert raised.value.code == "invalid_option" and raised.value.param in option
+    assert raised.value.message.startswith(got)
+
+
+async def test_a_session_can_be_awaited_and_closed() -> None:
+    async with scripted_server(talker) as server:
+        session = await connect(server.url, format=AudioFormat(codec="pcm_s16le"))
+        assert [packet async for packet in session.say("one")]
+        await session.close()
+        assert session.has_ended
+
+
+async def test_a_session_that_was_not_entered_says_how_it_is() -> None:
+    session = connect("http://127.0.0.1:9")
+    with pytest.raises(AttributeError, match="has 'say', only inside of async with connect"):
+        session.say("one")
+
+
 async def test_nobody_listens() -> None:
     async with scripted_server(talker) as server:
         url = server.url
@@ -106,5 +135,6 @@ def test_addresses() -> None:
     assert (
         http_url("wss://tts.example/v1/realtime", "/v1/voices") == "https://tts.example/v1/voices"
     )
-    with pytest.raises(ConnectionFailed, match="no server address"):
-        websocket_url("localhost:8765")
+    for wrong in ("localhost:8765", "http://localhost:port", "http://[::1", 8765):
+        with pytest.raises(ConnectionFailed, match="is no server address; expected one like http"):
+            websocket_url(wrong)

@@ -34,6 +34,23 @@ async def test_text_that_came_too_fast_says_when_to_come_back() -> None:
         assert refused.value.retry_after_s == 1.5
 
 
+@pytest.mark.parametrize("text", [7, None, [5], b"one", ["one ", None]])
+async def test_a_text_that_is_none_fails_its_turn_alone_in_words(text) -> None:
+    async with session_with(talker) as session:
+        with pytest.raises(SessionError, match="got .*, expected a string") as raised:
+            async for _ in session.say(text):
+                pass
+        assert raised.value.code == "invalid_text"
+        assert [packet async for packet in session.say("one")]
+
+
+async def test_an_update_that_makes_no_sense_leaves_the_session_as_it_is() -> None:
+    async with session_with(talker) as session:
+        with pytest.raises(SessionError, match=r"voice: .*\(got 7\)"):
+            await session.update(voice=7)
+        assert [packet async for packet in session.say("one")]
+
+
 async def test_a_prompt_that_came_too_soon_says_when_to_come_back() -> None:
     refusal = Error(code="text_rate_exceeded", message="wait", param="prompt", retry_after_ms=1500)
 

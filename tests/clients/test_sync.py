@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,6 +13,7 @@ from clients import (
     ConnectionLost,
     NullDevice,
     Reconnect,
+    SessionError,
     TurnCancelled,
     TurnDone,
     TurnStarted,
@@ -74,6 +75,23 @@ def test_say_reads_an_iterator_that_blocks_without_holding_up_the_session() -> N
         assert session.ready.voice == "bob"
     texts = [message.text for message in server.received if isinstance(message, TextAppend)]
     assert texts == ["one ", "two"]
+
+
+async def slow_words() -> AsyncIterator[str]:
+    yield "one "
+    yield "two"
+
+
+@pytest.mark.parametrize("text", [7, [5]])
+def test_without_a_block_and_with_a_text_that_is_none(text) -> None:
+    with served(talker) as server:
+        session = connect(server.url)
+        with pytest.raises(SessionError, match="expected a string"):
+            list(session.say(text))
+        assert len(list(session.say(slow_words()))) >= 2 * PACKETS_PER_WORD
+        session.close()
+        with pytest.raises(ConnectionLost):
+            session.say("one")
 
 
 def test_a_text_source_that_fails_fails_the_loop() -> None:
