@@ -1,4 +1,4 @@
-"""Packed weights and the linears over them: packing, definitions, kernels against fp64 sums.
+"""The linears over packed weights: definitions, plans, kernels against fp64 sums.
 
 Error bounds of the kernels, relative to the norm of the output: 3e-3 for bf16 results of exact
 products (the rounding to bf16 alone is 1.7e-3), and as much for block-scaled FP8 against the
@@ -11,11 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ops import linear as packed_linear
-from ops import nvrtc, packing, reference, reference_fp8
+from ops import nvrtc, reference
 from ops.linear import gate_up_swiglu, linear, pack_bf16, pack_fp8, unpack
 from ops.linear_plans import Plan, plan_for
-from ops.packing import tile, untile
 from ops.quantize import (
     MAX_PENDING_ROWS,
     BlockScaled,
@@ -26,97 +24,19 @@ from ops.quantize import (
     rms_norm,
 )
 from tests.ops.activated import MAX_ERROR, assert_activated, error
-
-S2_PRO = [(6144, 2560), (2560, 4096), (2560, 9728), (4097, 2560)]
-OTHERS = [(2048, 1024), (1024, 2048), (1024, 3072), (448, 320), (320, 832), (1024, 640)]
-GATE_UP = [(19456, 2560), (6144, 1024), (1664, 320), (1280, 320)]
-ROWS = [1, 2, 3, 4, 7, 8, 13, 16, 31, 32, 33, 64, 65, 96, 127, 128]
-
-
-def random_rows(num_rows, num_columns, device="cpu"):
-    return torch.randn(num_rows, num_columns, device=device).bfloat16()
-
-
-def random_weight(n, k, device="cpu"):
-    return (torch.randn(n, k, device=device) / k**0.5).bfloat16()
-
-
-def packed(weight, kind, *, is_gate_up=False):
-    if kind == "bf16":
-        return pack_bf16(weight, is_gate_up=is_gate_up)
-    return pack_fp8(*quantize_weight(weight), is_gate_up=is_gate_up)
-
-
-def activation(x, kind):
-    return x if kind == "bf16" else quantize_rows(x)
-
-
-def exact(weight, kind):
-    """The fp64 matrix that a packed weight stands for."""
-    if kind == "bf16":
-        return weight.double()
-    return reference_fp8.dequantize_weight(*quantize_weight(weight)).double()
-
-
-def exact_rows(x, kind):
-    return x.double() if kind == "bf16" else quantize_rows(x).dequantize().double()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("n", "k"), [(64, 128), (320, 832), (130, 64), (1, 16)])
-def test_tiles_hold_the_matrix(n, k, dtype):
-    matrix = random_weight(n, k).to(dtype)
-    tiles = tile(matrix)
-    blocks = -(-k // 128) * (1 if dtype.itemsize == 1 else 2)
-    assert tiles.shape == (-(-n // 128) * 2, blocks, 8192) and tiles.is_contiguous()
-    rows = untile(tiles, dtype)
-    assert torch.equal(rows[:n, :k].float(), matrix.float())
-    assert not rows[n:].float().any() and not rows[:, k:].float().any()
-
-
-def test_a_tile_is_swizzled():
-    matrix = torch.arange(64 * 128).view(64, 128).to(torch.uint8)
-    matrix[:, ::16] = torch.arange(64)[:, None]  # each chunk begins with its row
-    matrix[:, 1::16] = torch.arange(8)  # ... and its number
-    (flat,) = tile(matrix, 64).view(1, -1)
-    for row in range(64):
-        for chunk in range(8):
-            start = row * 128 + (chunk ^ (row % 8)) * 16
-            assert flat[start] == row and flat[start + 1] == chunk
-
-
-@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
-def test_unpack(kind):
-    weight = random_weight(192, 320)
-    matrix = unpack(packed(weight, kind))
-    expected = weight if kind == "bf16" else quantize_weight(weight)[0]
-    assert torch.equal(matrix.float(), expected.float())
-
-
-def test_the_order_of_gate_and_up_rows():
-    order = packing._gate_up_order(64, torch.device("cpu"))
-    assert order[:32].tolist() == [
-        *range(0, 8),
-        *range(32, 40),
-        *range(8, 16),
-        *range(40, 48),
-    ]
-    assert sorted(order.tolist()) == list(range(64))
-
-
-@pytest.mark.parametrize("num_rows", [2 * 832, 2 * 640, 2 * 9728])
-def test_tile_scales_follow_the_rows_of_the_tiles(num_rows):
-    """Also where 128 rows of scale straddle gate and up."""
-    scale = torch.rand(-(-num_rows // 128), 3)
-    per_row = scale.repeat_interleave(128, 0)[:num_rows]
-    tiles = -(-num_rows // 256) * 4
-    for is_gate_up in (False, True):
-        tile_scale = packing._tile_scales(scale, num_rows, tiles, is_gate_up)
-        rows = per_row
-        if is_gate_up:
-            rows = per_row[packing._gate_up_order(num_rows, scale.device)]
-        expanded = tile_scale.transpose(1, 2)[:, None, :, None, :].expand(-1, 4, -1, 8, -1)
-        assert torch.equal(expanded.reshape(tiles * 64, 3)[:num_rows], rows)
+from tests.ops.linear_cases import (
+    GATE_UP,
+    OTHERS,
+    ROWS,
+    S2_PRO,
+    activation,
+    exact,
+    exact_rows,
+    packed,
+    poisoned_launch,
+    random_rows,
+    random_weight,
+)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
@@ -226,20 +146,6 @@ def test_variants_of_every_kind_and_width_compile():
     assert len(by_width) > 20
     for (name, *_), defines in by_width.items():
         assert nvrtc.compile_source(f"{name}.cu", "sm_90a", defines)[:4] == b"\x7fELF"
-
-
-def poisoned_launch(x, weight, num_features, **options):
-    """`launch` into NaNs."""
-    shape = (x.shape[0], num_features)
-    if weight.is_gate_up and weight.kind == "bsfp8":
-        out = BlockScaled(
-            torch.full(shape, 0x7F, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn),
-            torch.full((-(-shape[1] // 128), -(-shape[0] // 4) * 4), torch.nan, device="cuda"),
-        )
-    else:
-        out = torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    packed_linear.launch(x, weight, out, **options)
-    return out
 
 
 @pytest.mark.gpu

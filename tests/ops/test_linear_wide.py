@@ -13,7 +13,7 @@ from ops.linear import gate_up_swiglu, linear
 from ops.linear_plans import WidePlan
 from ops.quantize import BlockScaled
 from tests.ops.activated import MAX_ERROR, assert_activated, error
-from tests.ops.test_linear import (
+from tests.ops.linear_cases import (
     activation,
     exact,
     exact_rows,
