@@ -23,8 +23,9 @@ from ops.linear_plans import plan_for as linear_plan_for
 from ops.packing import PackedWeight
 from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
 
-_MAX_GROUP = 8  # query heads per key/value head: columns of an mma
+MAX_GROUP = 8  # query heads per key/value head: columns of an mma
 _MAX_PENDING_ROWS = 2
+_MAX_SPAN_CTAS = 8
 
 Where = tuple[KvRows, Tensor, Tensor, Tensor]
 
@@ -45,24 +46,18 @@ def launch_paged(
         where: pages, page_table, slots, positions.
     """
     pages, page_table, *_ = where
-    num_kv_heads, page_size = pages.shape[2:4]
-    num_rows, num_heads, head_dim = heads.shape
     qk_norm, rope, eps = rotary or (None, None, 0.0)
-    if rotary is not None:
-        num_heads -= 2 * num_kv_heads
-    check_heads(num_heads, num_kv_heads, head_dim)
     check_tensors(heads, qk_norm)
-    assert page_size % 16 == 0, page_size
+    is_fused = rotary is not None
+    num_rows, num_heads, num_kv_heads, head_dim = sizes(heads, pages, is_fused=is_fused)
     out = Output(heads, num_rows, num_heads * head_dim, kind)
-    _kernel(
+    _decode_kernel(
         "attention",
         pages,
         num_heads // num_kv_heads,
-        WARPS=plan.warps,
-        BLOCKS=plan.blocks,
+        plan,
         SPLITS=plan.splits,
-        DEPTH=plan.depth,
-        IS_FUSED=int(rotary is not None),
+        IS_FUSED=int(is_fused),
         IS_CHAINED=int(is_chained),
     ).launch(
         (plan.splits, num_kv_heads, num_rows),
@@ -134,24 +129,15 @@ def launch_split(
 ) -> PendingAttention:
     """`decode_attention` of few rows, which the linear after it merges. Launched as `launch_paged` is."""
     pages, page_table, *_ = where
-    num_kv_heads = pages.shape[2]
-    num_rows, num_all, head_dim = heads.shape
-    num_heads = num_all - 2 * num_kv_heads
     qk_norm, rope, eps = rotary
-    check_heads(num_heads, num_kv_heads, head_dim)
     check_tensors(heads, qk_norm)
+    num_rows, num_heads, num_kv_heads, head_dim = sizes(heads, pages, is_fused=True)
     shape = (num_rows, num_heads, plan.splits)
     sums = torch.empty(*shape, head_dim, device=heads.device)
     states = torch.empty(*shape, 2, device=heads.device)
-    _kernel(
-        "attention_split",
-        pages,
-        num_heads // num_kv_heads,
-        WARPS=plan.warps,
-        BLOCKS=plan.blocks,
-        DEPTH=plan.depth,
-        IS_FUSED=1,
-        IS_CHAINED=int(is_chained),
+    group = num_heads // num_kv_heads
+    _decode_kernel(
+        "attention_split", pages, group, plan, IS_FUSED=1, IS_CHAINED=int(is_chained)
     ).launch(
         (plan.splits, num_kv_heads, num_rows),
         (32 * plan.warps,),
@@ -230,27 +216,18 @@ def launch_parts(
 ) -> Activation:
     """`decode_attention` of many rows by a plan of one's own, see `launch_paged`."""
     pages, page_table, *_ = where
-    num_kv_heads, page_size = pages.shape[2:4]
-    num_rows, num_all, head_dim = heads.shape
-    num_heads = num_all - 2 * num_kv_heads
     qk_norm, rope, eps = rotary
-    check_heads(num_heads, num_kv_heads, head_dim)
     check_tensors(heads, qk_norm)
-    most_parts = -(-page_table.shape[1] * page_size // (16 * plan.part_tiles))
+    num_rows, num_heads, num_kv_heads, head_dim = sizes(heads, pages, is_fused=True)
+    group = num_heads // num_kv_heads
+    most_parts = -(-page_table.shape[1] * pages.shape[3] // (16 * plan.part_tiles))
     assert plan.part_tiles >= 16 and most_parts <= scratch.most_parts, (plan, page_table.shape)
     assert num_rows <= MAX_PARTED_ROWS, num_rows
-    assert scratch.sums.shape[2:] == (num_heads // num_kv_heads, head_dim), scratch.sums.shape
+    assert scratch.sums.shape[2:] == (group, head_dim), scratch.sums.shape
     assert len(scratch.counts) == MAX_PARTED_ROWS * num_kv_heads, scratch.counts.shape
     out = Output(heads, num_rows, num_heads * head_dim, kind)
-    _kernel(
-        "attention_parts",
-        pages,
-        num_heads // num_kv_heads,
-        WARPS=plan.warps,
-        BLOCKS=plan.blocks,
-        DEPTH=plan.depth,
-        IS_FUSED=1,
-        IS_CHAINED=int(is_chained),
+    _decode_kernel(
+        "attention_parts", pages, group, plan, IS_FUSED=1, IS_CHAINED=int(is_chained)
     ).launch(
         (plan.blocks * _num_sms(heads.get_device()),),
         (32 * plan.warps,),
@@ -269,15 +246,12 @@ def launch_parts(
 def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activation:
     """`paged_attention` of a span by a plan of one's own. Launched as `launch_paged` is."""
     pages, page_table, *_ = where
-    num_kv_heads, page_size = pages.shape[2:4]
-    num_rows, num_heads, head_dim = q.shape
-    check_heads(num_heads, num_kv_heads, head_dim)
     check_tensors(q)
-    assert page_size % 16 == 0, page_size
+    num_rows, num_heads, num_kv_heads, head_dim = sizes(q, pages)
     group = num_heads // num_kv_heads
-    rows_per_cta = plan.batches * (_MAX_GROUP // group)
+    rows_per_cta = plan.batches * (MAX_GROUP // group)
     out = Output(q, num_rows, num_heads * head_dim, kind)
-    _kernel("attention_span", pages, group, WARPS=plan.warps, BATCHES=plan.batches).launch(
+    paged_kernel("attention_span", pages, group, WARPS=plan.warps, BATCHES=plan.batches).launch(
         (plan.splits, num_kv_heads, -(-num_rows // rows_per_cta)),
         (32 * plan.warps,),
         [
@@ -285,13 +259,15 @@ def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activati
             scale_of(head_dim),
             *ints(page_table.shape[1], num_rows, plan.min_tiles),
         ],
-        shared_bytes=_span_bytes(plan, group, head_dim, is_fp8=is_fp8(pages)),
+        shared_bytes=span_bytes(
+            plan.warps, plan.batches, _MAX_SPAN_CTAS, group, head_dim, is_fp8=is_fp8(pages)
+        ),
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()
 
 
-def _kernel(name: str, pages: KvRows, group: int, **defines: int) -> nvrtc.Kernel:
+def paged_kernel(name: str, pages: KvRows, group: int, **defines: int) -> nvrtc.Kernel:
     """The kernel of that name over such pages, for `group` query heads per key/value head."""
     page_size, head_dim = pages.shape[3:]
     shared = {
@@ -301,6 +277,29 @@ def _kernel(name: str, pages: KvRows, group: int, **defines: int) -> nvrtc.Kerne
         "IS_FP8": int(is_fp8(pages)),
     }
     return nvrtc.kernel(f"{name}.cu", name, defines={**shared, **defines})
+
+
+def _decode_kernel(
+    name: str, pages: KvRows, group: int, plan: Plan | SplitPlan | PartsPlan, **defines: int
+) -> nvrtc.Kernel:
+    """A kernel whose warps each have a row and key/value head at a time."""
+    cut = {"WARPS": plan.warps, "BLOCKS": plan.blocks, "DEPTH": plan.depth}
+    return paged_kernel(name, pages, group, **cut, **defines)
+
+
+def sizes(heads: Tensor, pages: KvRows, *, is_fused: bool = False) -> tuple[int, int, int, int]:
+    """Rows, query heads, key/value heads and head_dim, checked.
+
+    Args:
+        heads: [M, H, D], or if `is_fused`, [M, H + 2 H_kv, D].
+    """
+    num_kv_heads, page_size = pages.shape[2:4]
+    num_rows, num_heads, head_dim = heads.shape
+    if is_fused:
+        num_heads -= 2 * num_kv_heads
+    check_heads(num_heads, num_kv_heads, head_dim)
+    assert page_size % 16 == 0, page_size
+    return num_rows, num_heads, num_kv_heads, head_dim
 
 
 @functools.cache
@@ -313,16 +312,18 @@ def _ring_bytes(warps: int, head_dim: int, pages: KvRows) -> int:
     return warps * 2 * 2 * 16 * (head_dim + 2) if is_fp8(pages) else 0
 
 
-def _span_bytes(plan: SpanPlan, group: int, head_dim: int, *, is_fp8: bool) -> int:
-    """Shared memory of attention_span.cu: where the partial results of a cluster meet (`Exchange` of
-    paged.cuh), then the queries."""
-    queries = plan.batches * _MAX_GROUP
+def span_bytes(
+    warps: int, batches: int, max_ctas: int, group: int, head_dim: int, *, is_fp8: bool
+) -> int:
+    """Shared memory of `SpanShared` of span.cuh: where the partial results of up to `max_ctas` CTAs meet
+    (`Exchange` of paged.cuh), then the queries."""
+    num_columns = batches * MAX_GROUP
     most = max(
-        active * plan.warps * -(-queries // active)
-        for active in range(1, 9)
-        if active * plan.warps <= 32
+        active * warps * -(-num_columns // active)
+        for active in range(1, max_ctas + 1)
+        if active * warps <= 32
     )
-    num_queries = plan.batches * (_MAX_GROUP // group) * group
+    num_queries = batches * (MAX_GROUP // group) * group
     stride = head_dim + (8 if is_fp8 else 32)  # `QUERY_STRIDE` of tile.cuh
     return most * (head_dim + 2) * 4 + num_queries * stride * 2
 
@@ -352,7 +353,7 @@ class Output:
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     assert head_dim in (64, 128), head_dim
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    assert num_heads // num_kv_heads <= _MAX_GROUP, (num_heads, num_kv_heads)
+    assert num_heads // num_kv_heads <= MAX_GROUP, (num_heads, num_kv_heads)
 
 
 def check_tensors(*tensors: Tensor | None) -> None:

@@ -10,21 +10,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ops import nvrtc, reference_paged
+from ops import reference_paged
 from ops.attention_launch import (
+    MAX_GROUP,
     Output,
-    check_heads,
     check_tensors,
     ints,
     is_fp8,
     memory_arguments,
+    paged_kernel,
     scale_of,
+    sizes,
+    span_bytes,
 )
 from ops.fp8_rows import KvRows
 from ops.quantize import Activation, Kind, quantize_rows
 
 _WARPS = 8
-_COLUMNS, _BATCHES = 8, 2  # queries of an mma, and how many mma share what a warp reads
+_BATCHES = 2  # mma that share what a warp reads
 
 
 def shared_attention(
@@ -51,27 +54,13 @@ def shared_attention(
     if q.device.type != "cuda":
         made = reference_paged.paged_attention(q, pages, page_table, slots, positions).flatten(1)
         return made if kind == "bf16" else quantize_rows(made)
-    num_kv_heads, page_size = pages.shape[2:4]
-    num_rows, num_heads, head_dim = q.shape
-    check_heads(num_heads, num_kv_heads, head_dim)
     check_tensors(q)
-    assert page_size % 16 == 0, page_size
+    num_rows, num_heads, num_kv_heads, head_dim = sizes(q, pages)
     group = num_heads // num_kv_heads
-    rows_per_cta = _BATCHES * (_COLUMNS // group)
+    rows_per_cta = _BATCHES * (MAX_GROUP // group)
     out = Output(q, num_rows, num_heads * head_dim, kind)
-    nvrtc.kernel(
-        "attention_shared.cu",
-        "attention_shared",
-        defines={
-            "HEAD_DIM": head_dim,
-            "GROUP": group,
-            "PAGE": page_size,
-            "WARPS": _WARPS,
-            "BATCHES": _BATCHES,
-            "IS_FP8": int(is_fp8(pages)),
-            "IS_CHAINED": int(is_chained),
-        },
-    ).launch(
+    cut = {"WARPS": _WARPS, "BATCHES": _BATCHES, "IS_CHAINED": int(is_chained)}
+    paged_kernel("attention_shared", pages, group, **cut).launch(
         (num_kv_heads, -(-num_rows // rows_per_cta)),
         (32 * _WARPS,),
         [
@@ -79,12 +68,6 @@ def shared_attention(
             scale_of(head_dim),
             *ints(page_table.shape[1], num_rows),
         ],
-        shared_bytes=_shared_bytes(rows_per_cta * group, head_dim, in_8_bits=is_fp8(pages)),
+        shared_bytes=span_bytes(_WARPS, _BATCHES, 1, group, head_dim, is_fp8=is_fp8(pages)),
     )
     return out.finish()
-
-
-def _shared_bytes(num_queries: int, head_dim: int, *, in_8_bits: bool) -> int:
-    """`Shared` of attention_shared.cu: where the warps' partial results meet, then the queries."""
-    stride = head_dim + (8 if in_8_bits else 32)  # `QUERY_STRIDE` of tile.cuh
-    return _WARPS * _BATCHES * _COLUMNS * (head_dim + 2) * 4 + num_queries * stride * 2

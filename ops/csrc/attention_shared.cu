@@ -4,23 +4,11 @@
 //   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS,
 //   BATCHES of eight columns (an mma's) per warp, IS_FP8: keys and values in 8 bits.
 //   IS_CHAINED: tables and past keys are read before the kernel before this one has ended.
-#include "paged.cuh"
+#include "span.cuh"
 
-constexpr int D = HEAD_DIM;
-constexpr int ROWS = COLUMNS / GROUP;  // of a batch
-constexpr int SPAN = BATCHES * ROWS, QUERIES = BATCHES * COLUMNS;
 constexpr int ALL = SPAN;  // the row of a tile that all read
-static_assert(SPAN <= 32);
-using Tile = KvTile<D>;
-using Meeting = Exchange<D, QUERIES, 1>;
-
-struct Shared {
-  Meeting::Storage storage;
-  bf16 queries[SPAN * GROUP][Tile::QUERY_STRIDE];  // of heads, row by row
-};
-
-// Column c of batch b is head c % GROUP of row b * ROWS + c / GROUP; columns past the last repeat it.
-DEVICE int row_of(int batch, int column) { return batch * ROWS + min(column / GROUP, ROWS - 1); }
+using Shared = SpanShared<1>;
+using Meeting = Shared::Meeting;
 
 DEVICE int warp_min(int value) { return __reduce_min_sync(~0u, value); }
 
@@ -134,13 +122,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     items.memory.load_keys(tile, at, TILE - 1, lane), items.memory.load_values(tile, at, TILE - 1, lane);
   }
   if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
-  for (int i = threadIdx.x; i < SPAN * GROUP * D / 8; i += WARPS * 32) {
-    const int query = i / (D / 8), offset = i % (D / 8) * 8, row = min(first_row + query / GROUP, num_rows - 1);
-    const i64 head = static_cast<i64>(row) * num_heads + kv_head * GROUP + query % GROUP;
-    const uint4 values = *reinterpret_cast<const uint4*>(q + head * D + offset);
-    *reinterpret_cast<uint4*>(&shared.queries[query][offset]) = Tile::query(values);
-  }
-  __syncthreads();
+  shared.take_queries(q, first_row, num_rows, kv_head, num_heads);
   if (num_steps > 0 && !is_early) {
     const i64 at = items.row_at(0);
     const int last_row = items.last_row(0);
@@ -150,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   int position_of[BATCHES][2];  // of this lane's columns
 #pragma unroll
   for (int batch = 0; batch < BATCHES; batch++) {
-    acc[batch].init(shared.queries[row_of(batch, lane / 4) * GROUP + lane / 4 % GROUP]);
+    acc[batch].init(shared.query_of(batch, lane));
 #pragma unroll
     for (int i = 0; i < 2; i++)
       position_of[batch][i] = __shfl_sync(~0u, rows.position, row_of(batch, lane % 4 * 2 + i));

@@ -3,22 +3,10 @@
 // SPAN rows and one key/value head, and merges as in attention.cu.
 //   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS,
 //   BATCHES of eight columns (an mma's) per warp, IS_FP8: keys and values in 8 bits.
-#include "paged.cuh"
+#include "span.cuh"
 
-constexpr int D = HEAD_DIM;
-constexpr int ROWS = COLUMNS / GROUP;  // of a batch
-constexpr int SPAN = BATCHES * ROWS, QUERIES = BATCHES * COLUMNS;
-static_assert(SPAN <= 32);
-using Tile = KvTile<D>;
-using Meeting = Exchange<D, QUERIES, 8>;
-
-struct Shared {
-  Meeting::Storage storage;
-  bf16 queries[SPAN * GROUP][Tile::QUERY_STRIDE];  // of heads, row by row
-};
-
-// Column c of batch b is head c % GROUP of row b * ROWS + c / GROUP; columns past the last repeat it.
-DEVICE int row_of(int batch, int column) { return batch * ROWS + min(column / GROUP, ROWS - 1); }
+using Shared = SpanShared<8>;
+using Meeting = Shared::Meeting;
 
 // The rows of a CTA, one per lane; lanes past the last row repeat it.
 struct Rows {
@@ -43,7 +31,7 @@ DEVICE void attend_run(const Shared& shared, const Rows& rows, int begin, int en
   Accumulator<Tile> acc[BATCHES];
 #pragma unroll
   for (int batch = 0; batch < BATCHES; batch++) {
-    acc[batch].init(shared.queries[row_of(batch, lane / 4) * GROUP + lane / 4 % GROUP]);
+    acc[batch].init(shared.query_of(batch, lane));
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = row_of(batch, lane % 4 * 2 + i);
@@ -115,13 +103,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   if (rank >= active) return;
   const Meeting meeting = {&shared.storage, active, rank, warp, lane};
   meeting.arrive();
-  for (int i = threadIdx.x; i < SPAN * GROUP * D / 8; i += WARPS * 32) {
-    const int query = i / (D / 8), offset = i % (D / 8) * 8, row = min(first_row + query / GROUP, num_rows - 1);
-    const i64 head = static_cast<i64>(row) * num_heads + kv_head * GROUP + query % GROUP;
-    const uint4 values = *reinterpret_cast<const uint4*>(q + head * D + offset);
-    *reinterpret_cast<uint4*>(&shared.queries[query][offset]) = Tile::query(values);
-  }
-  __syncthreads();
+  shared.take_queries(q, first_row, num_rows, kv_head, num_heads);
 #pragma unroll 1
   for (int begin = 0; begin < SPAN;) {
     const int end = rows.run_end(begin);
