@@ -27,12 +27,20 @@ from model.kv_cache import KVCache
 from model.layers import Block, Stack
 from model.sampling import MAX_TOP_K
 from model.wide_rows import MOST_NARROW_ROWS, WideBlock, has_room
-from ops.attended_linear import attended_linear
+from ops.attended_linear import attended_linear_and_norm
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
 from ops.attention_launch import PendingAttention
 from ops.attention_shared import shared_attention
 from ops.embedding import embed_rows
-from ops.linear import Input, PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
+from ops.linear import (
+    Input,
+    PackedWeight,
+    gate_up_swiglu,
+    linear,
+    linear_and_norm,
+    pack_bf16,
+    pack_fp8,
+)
 from ops.quantize import (
     Activation,
     Kind,
@@ -60,7 +68,11 @@ Attend = Callable[[int, "FusedBlock | WideBlock", Tensor], Attended]
 
 @dataclass(frozen=True, slots=True)
 class FusedBlock:
-    """A block with packed matrices; its own are freed."""
+    """A block with packed matrices; its own are freed.
+
+    Attributes:
+        next_norm: `attention_norm` of the block after it.
+    """
 
     config: StackConfig
     kind: Kind
@@ -73,9 +85,10 @@ class FusedBlock:
     ffn_norm: Tensor
     gate_up: PackedWeight
     down: PackedWeight
+    next_norm: Tensor | None
 
     @classmethod
-    def take(cls, block: Block, kind: Kind) -> FusedBlock:
+    def take(cls, block: Block, next_norm: Tensor | None, kind: Kind) -> FusedBlock:
         dtype = block.attention_norm.dtype
         return cls(
             config=block.config,
@@ -89,22 +102,38 @@ class FusedBlock:
             ffn_norm=block.ffn_norm,
             gate_up=_take(block, "gate_up", kind, dtype, is_gate_up=True),
             down=_take(block, "down", kind, dtype),
+            next_norm=next_norm,
         )
 
-    def project(self, x: Tensor) -> Tensor:
-        """[M, C] -> queries, keys and values [M, H + 2 H_kv, D], neither normed nor rotated."""
-        normed = norm_for_linear(x, self.attention_norm, self.config.norm_eps, self.kind)
+    def project(self, x: Tensor, normed: Input | None = None) -> Tensor:
+        """[M, C] -> queries, keys and values [M, H + 2 H_kv, D], neither normed nor rotated.
+
+        Args:
+            normed: `x` after `attention_norm`, if the block before has made that.
+        """
+        eps = self.config.norm_eps
+        if normed is None:
+            normed = norm_for_linear(x, self.attention_norm, eps, self.kind)
         qkv = linear(normed, self.wqkv, bias=self.qkv_bias)
         return qkv.view(x.shape[0], -1, self.config.head_dim)
 
     def forward(
-        self, x: Tensor, layer: int, attend: Callable[[int, FusedBlock, Tensor], Attended]
-    ) -> Tensor:
-        """[M, C] -> [M, C]."""
-        attended = attend(layer, self, self.project(x))
-        x = attended_linear(attended, self.wo, bias=self.o_bias, residual=x)
-        normed = norm_for_linear(x, self.ffn_norm, self.config.norm_eps, self.kind)
-        return linear(gate_up_swiglu(normed, self.gate_up), self.down, residual=x)
+        self,
+        x: Tensor,
+        normed: Input | None,
+        layer: int,
+        attend: Callable[[int, FusedBlock, Tensor], Attended],
+    ) -> tuple[Tensor, Input | None]:
+        """[M, C] -> [M, C], and `normed` of the next block, see `project`."""
+        eps = self.config.norm_eps
+        attended = attend(layer, self, self.project(x, normed))
+        x, normed = attended_linear_and_norm(
+            attended, self.wo, self.ffn_norm, eps, bias=self.o_bias, residual=x
+        )
+        hidden = gate_up_swiglu(normed, self.gate_up)
+        if self.next_norm is None:
+            return linear(hidden, self.down, residual=x), None
+        return linear_and_norm(hidden, self.down, self.next_norm, eps, residual=x)
 
 
 class FusedStack:
@@ -118,11 +147,12 @@ class FusedStack:
         self._wide: list[WideBlock] = []
         self._most_narrow_rows = MOST_NARROW_ROWS[kind]
         # One after the other: a block is freed before the next is packed.
-        for block in stack.layers:
-            assert isinstance(block, Block)
+        blocks = [block for block in stack.layers if isinstance(block, Block)]
+        next_norms = [*(block.attention_norm for block in blocks[1:]), None]
+        for block, next_norm in zip(blocks, next_norms, strict=True):
             if has_wide:
                 self._wide.append(WideBlock.of(block, kind))
-            self._fused.append(FusedBlock.take(block, kind))
+            self._fused.append(FusedBlock.take(block, next_norm, kind))
 
     @property
     def nbytes(self) -> int:
@@ -138,8 +168,7 @@ class FusedStack:
 
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """[M, C] -> [M, C], before the final norm."""
-        for layer, block in enumerate(self.blocks(len(x))):
-            x = block.forward(x, layer, attend)
+        x, _ = run_blocks(self.blocks(len(x)), x, attend)
         return x
 
     def norm_for_head(self, x: Tensor) -> Input:
@@ -151,6 +180,19 @@ class FusedStack:
         normed = rms_norm(x, self.norm, self.config.norm_eps, "bf16")
         assert isinstance(normed, Tensor)
         return normed
+
+
+def run_blocks(
+    blocks: Sequence[FusedBlock | WideBlock], x: Tensor, attend: Attend
+) -> tuple[Tensor, Input | None]:
+    """[M, C] -> [M, C], and that as the block after these takes it, if they have made that."""
+    normed = None
+    for layer, block in enumerate(blocks):
+        if isinstance(block, WideBlock):
+            x = block.forward(x, layer, attend)
+        else:
+            x, normed = block.forward(x, normed, layer, attend)
+    return x, normed
 
 
 class FusedDualAR:
@@ -212,9 +254,9 @@ class FusedDualAR:
 
         x = self._embed(rows, None)
         *blocks, last = self._slow.blocks(len(x))
-        for layer, block in enumerate(blocks):
-            x = block.forward(x, layer, attend)
-        append(len(blocks), last, last.project(x))
+        x, normed = run_blocks(blocks, x, attend)
+        qkv = last.project(x, normed) if isinstance(last, FusedBlock) else last.project(x)
+        append(len(blocks), last, qkv)
 
     def decode_frame(
         self,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ops import nvrtc
 from ops.attention_launch import PendingAttention
-from ops.linear import NO_TENSOR_MAP, linear, output_argument
+from ops.linear import NO_TENSOR_MAP, Input, linear, linear_and_norm, output_argument
 from ops.packing import PackedWeight
-from ops.quantize import Activation
+from ops.quantize import Activation, norm_for_linear
 
 
 def attended_linear(
@@ -51,3 +51,19 @@ def attended_linear(
         cluster=(cluster, 1, 1),
     )
     return out
+
+
+def attended_linear_and_norm(
+    x: Activation | PendingAttention,
+    weight: PackedWeight,
+    norm: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Input]:
+    """`ops.linear.linear_and_norm` of attention's output, ready or not."""
+    if not isinstance(x, PendingAttention):
+        return linear_and_norm(x, weight, norm, eps, bias=bias, residual=residual)
+    out = attended_linear(x, weight, bias=bias, residual=residual)
+    return out, norm_for_linear(out, norm, eps, weight.kind)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import os
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,14 +30,19 @@ from ops.quantize import (
     BlockScaled,
     Kind,
     PendingNorm,
+    UnscaledNorm,
     empty_block_scaled,
+    empty_unscaled_norm,
+    norm_for_linear,
     quantize_rows,
+    unscaled_norm,
 )
 from ops.reference_fp8 import ceil_div
 
 _BOX_BYTES = 128  # of K, fetched at once
+_NORMS = os.environ.get("PLOSIVE_NORMS", "0")  # trial
 
-Input = Activation | PendingNorm
+Input = Activation | PendingNorm | UnscaledNorm
 
 
 def linear(
@@ -68,6 +75,37 @@ def linear(
     return out
 
 
+def linear_and_norm(
+    x: Activation,
+    weight: PackedWeight,
+    norm: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Input]:
+    """`linear`, and its RMSNorm as the next linear of a weight of the same kind takes it.
+
+    Args:
+        norm: weight of the norm, [N].
+    """
+    num_rows, num_features = x.shape[0], weight.out_features
+    plan = plan_for(weight.kind, num_rows, num_features, weight.in_features)
+    is_fp8 = weight.kind == "bsfp8"
+    is_on = x.device.type != "cuda" or _NORMS != "0"
+    if not (isinstance(plan, WidePlan) and plan.can_norm(is_fp8, num_features) and is_on):
+        out = linear(x, weight, bias=bias, residual=residual)
+        return out, norm_for_linear(out, norm, eps, weight.kind)
+    if x.device.type != "cuda":
+        out = linear(x, weight, bias=bias, residual=residual)
+        return out, unscaled_norm(out, norm, eps)
+    out = torch.empty(num_rows, num_features, dtype=torch.bfloat16, device=x.device)
+    normed = empty_unscaled_norm(num_rows, num_features, eps, x.device)
+    plan = replace(plan, norms=True)
+    launch(x, weight, out, bias=bias, residual=residual, plan=plan, norm=(norm, normed))
+    return out, normed
+
+
 def gate_up_swiglu(x: Input, weight: PackedWeight) -> Activation:
     """silu(x @ gate.T) * (x @ up.T): [M, K] -> [M, F], of the weight's kind ("bsfp8": quantised).
 
@@ -92,7 +130,7 @@ def _product(x: Input, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """The definition: fp32 sums of the dequantised values, rounded once."""
     if isinstance(x, PendingNorm):
         x = x.run()
-    if not isinstance(x, BlockScaled):
+    if isinstance(x, Tensor):
         return reference.linear(x, weight.data, bias)
     assert weight.scale is not None
     matrix = reference_fp8.dequantize_weight(weight.data, weight.scale)
@@ -107,14 +145,25 @@ def launch(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     plan: Plan | WidePlan | None = None,
+    norm: tuple[Tensor, UnscaledNorm] | None = None,
 ) -> None:
-    """Enqueue the kernel, with the plan for this shape unless another is given."""
+    """Enqueue the kernel, with the plan for this shape unless another is given.
+
+    Args:
+        norm: the weight of the norm that a plan with `norms` makes, and where it goes.
+    """
     has_norm = isinstance(x, PendingNorm)
     shape = (x.shape[0], weight.out_features, weight.in_features)
     variant = _variant(weight.kind, weight.is_gate_up, shape, weight.tiling, has_norm, plan)
     plan = variant.plan
     if isinstance(x, PendingNorm) and not (isinstance(plan, Plan) and plan.norm):
         x = x.run()
+    if isinstance(x, UnscaledNorm):
+        assert isinstance(plan, WidePlan), plan
+        if not plan.scales_rows:
+            plan = replace(plan, scales_rows=True)
+            variant = _variant(weight.kind, weight.is_gate_up, shape, weight.tiling, False, plan)
+    norms = _norms(x, norm)
     tensor_map, rows, scale = _rows(x, plan)
     row_tiles, k_tiles = map(ctypes.c_int32, weight.tiling)
     variant.kernel.launch(
@@ -127,7 +176,7 @@ def launch(
             scale,
             output_argument(out, bias, residual),
             k_tiles,
-            rows if isinstance(plan, Plan) else row_tiles,
+            *([rows] if isinstance(plan, Plan) else [row_tiles, norms]),
         ],
         shared_bytes=variant.shared_bytes,
         cluster=(variant.cluster, 1, 1),
@@ -207,7 +256,21 @@ class _Output(ctypes.Structure):
     )
 
 
-_NO_NORM = _Norm()
+class _Norms(ctypes.Structure):
+    """`Norms` of linear_wide_norm.cuh."""
+
+    _fields_ = (
+        ("squares", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("weight", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("new_squares", ctypes.c_void_p),
+        ("stride", ctypes.c_int32),
+    )
+
+
+_NO_NORM, _NO_NORMS = _Norm(), _Norms()
 NO_TENSOR_MAP = (ctypes.c_uint64 * 16)()
 
 
@@ -218,6 +281,19 @@ def output_argument(out: Activation, bias: Tensor | None, residual: Tensor | Non
     return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
 
 
+def _norms(x: Input, norm: tuple[Tensor, UnscaledNorm] | None) -> _Norms:
+    if norm is None and not isinstance(x, UnscaledNorm):
+        return _NO_NORMS
+    norms = _Norms(stride=ceil_div(x.shape[0], 4) * 4)
+    if isinstance(x, UnscaledNorm):
+        norms.squares, norms.eps = x.squares.data_ptr(), x.eps
+    if norm is not None:
+        weight, new = norm
+        norms.weight, norms.values = weight.data_ptr(), new.rows.data.data_ptr()
+        norms.scales, norms.new_squares = new.rows.scale.data_ptr(), new.squares.data_ptr()
+    return norms
+
+
 def _rows(
     x: Input, plan: Plan | WidePlan
 ) -> tuple[ctypes.Array[ctypes.c_uint64], _Norm | _Copied, Tensor | None]:
@@ -225,6 +301,8 @@ def _rows(
     if isinstance(x, PendingNorm):
         norm = _Norm(x.x.data_ptr(), x.weight.data_ptr(), x.eps, *x.shape)
         return NO_TENSOR_MAP, norm, None
+    if isinstance(x, UnscaledNorm):
+        x = x.rows
     values, scale = (x.data, x.scale) if isinstance(x, BlockScaled) else (x, None)
     if isinstance(plan, Plan) and plan.is_copied:
         row_bytes = values.shape[1] * values.element_size()
@@ -264,6 +342,8 @@ def _tensor_map(
 
 
 def _check_input(x: Input, weight: PackedWeight) -> None:
+    if isinstance(x, UnscaledNorm):
+        x = x.rows
     kind = "bsfp8" if isinstance(x, BlockScaled) else "bf16"
     if isinstance(x, PendingNorm):
         kind = x.kind

@@ -123,9 +123,12 @@ class WidePlan:
         row_stages: the same of x.
         split: CTAs that share a tile's K.
         groups: of 128 features that a cluster quantises.
+        shared: CTAs, neighbours along the weight, that fetch their rows of x together.
         blocks_per_sm: CTAs an SM must have registers for.
         batch: K tiles in straight code, products of 8 bits overlapping.
         producers: threads that load: 32, or 128, whose registers go to two warpgroups that sum.
+        scales_rows: x lacks the factors of its norm, which the sums are multiplied by.
+        norms: the next norm is made as well, but for these factors.
     """
 
     width: int
@@ -138,6 +141,9 @@ class WidePlan:
     blocks_per_sm: int = 1
     batch: int = 1
     producers: int = 32
+    scales_rows: bool = False
+    norms: bool = False
+    shared: int = 1
 
     kernel: ClassVar[str] = "linear_wide"
 
@@ -148,14 +154,14 @@ class WidePlan:
 
     def box_rows(self, num_rows: int) -> int:
         """Of x that the copy engine fetches at once."""
-        return min(self.rows, ceil_div(num_rows, 8) * 8)
+        return ceil_div(min(self.rows, num_rows), 8 * self.shared) * 8
 
     @property
     def features(self) -> int:
         """Rows of the weight that a CTA takes."""
         return self.width * self.col_groups
 
-    def defines(self, is_fp8: bool, is_gate_up: bool, _in_features: int) -> dict[str, int | str]:
+    def defines(self, is_fp8: bool, is_gate_up: bool, in_features: int) -> dict[str, int | str]:
         return {
             "IS_FP8": int(is_fp8),
             "GATE_UP": int(is_gate_up),
@@ -166,9 +172,13 @@ class WidePlan:
             "ROW_STAGES": self.row_stages,
             "SPLIT": self.split,
             "GROUPS": self.groups,
+            "SHARED": self.shared,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "BATCH": self.batch,
             "PRODUCERS": self.producers,
+            "NORMS": int(self.norms),
+            "SCALES_ROWS": int(self.scales_rows),
+            "IN_FEATURES": in_features if self.scales_rows else 0,
         }
 
     @property
@@ -177,7 +187,16 @@ class WidePlan:
 
     def cluster(self, is_gate_up: bool, is_fp8: bool) -> int:
         """CTAs of a cluster: the parts of K, or the CTAs that quantise features together."""
-        return 256 * self.groups // self.features if is_gate_up and is_fp8 else self.split
+        if is_gate_up and is_fp8:
+            return 256 * self.groups // self.features
+        return self.split * (128 // self.features if self.norms else self.shared)
+
+    def can_norm(self, is_fp8: bool, out_features: int) -> bool:
+        """Whether a cluster can finish all of 128 columns: eight of a row for each of its threads."""
+        most = self.rows // 8  # CTAs, of 8 rows each
+        fits = is_fp8 and self.split > 1 and self.row_groups == self.col_groups == 1
+        fits = fits and 128 % self.features == 0 and out_features % 128 == 0
+        return fits and self.split * (128 // self.features) == most
 
     def num_ctas(self, row_tiles: int, cluster: int) -> int:
         """Along the weight; whole clusters."""

@@ -97,6 +97,39 @@ class PendingNorm:
         return rms_norm(self.x, self.weight, self.eps, self.kind)
 
 
+@dataclass(frozen=True)
+class UnscaledNorm:
+    """RMSNorm of rows but for their factors, which only whole rows tell: the next linear, in 8 bits,
+    multiplies its sums by them.
+
+    Attributes:
+        rows: the rows times the norm's weight, [M, C].
+        squares: fp32 like the scales of `rows`: of the rows, summed per group of columns.
+    """
+
+    rows: BlockScaled
+    squares: Tensor
+    eps: float
+
+    def __post_init__(self) -> None:
+        assert self.squares.shape == self.rows.scale.shape, self.squares.shape
+        assert self.squares.dtype == torch.float32 and self.squares.is_contiguous()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.rows.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.rows.device
+
+    def dequantize(self) -> Tensor:
+        """fp32 [M, C], normed."""
+        num_rows, num_columns = self.shape
+        mean = self.squares[:, :num_rows].sum(0) / num_columns
+        return self.rows.dequantize() * (mean + self.eps).rsqrt()[:, None]
+
+
 def scale_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
     """Shape of the scales of an activation [M, K]."""
     return ceil_div(num_columns, BLOCK), ceil_div(num_rows, 4) * 4
@@ -107,6 +140,24 @@ def empty_block_scaled(num_rows: int, num_columns: int, device: torch.device) ->
     data = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=device)
     shape = scale_shape(num_rows, num_columns)
     return BlockScaled(data, torch.empty(shape, dtype=torch.float32, device=device))
+
+
+def empty_unscaled_norm(
+    num_rows: int, num_columns: int, eps: float, device: torch.device
+) -> UnscaledNorm:
+    """Uninitialised, for a kernel to write."""
+    rows = empty_block_scaled(num_rows, num_columns, device)
+    return UnscaledNorm(rows, torch.empty_like(rows.scale), eps)
+
+
+def unscaled_norm(x: Tensor, weight: Tensor, eps: float) -> UnscaledNorm:
+    """The definition, of rows [M, C]; the products with the weight are not rounded."""
+    exact = x.float()
+    rows = BlockScaled(*reference_fp8.quantize_rows(exact * weight.float()))
+    padding = (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % 4)
+    squares = torch.nn.functional.pad(exact.square(), padding)
+    groups = squares.view(len(squares), -1, BLOCK)
+    return UnscaledNorm(rows, groups.sum(2).t().contiguous(), eps)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,22 +17,36 @@ constexpr int kUnits = kWidth / 8;  // of 8 rows of the weight
 constexpr bool kHasWholeTiles = WIDTH % 64 == 0;
 constexpr int kScales = kHasWholeTiles ? kWidth / 32 : kUnits;  // of a block of K
 constexpr int kFeatures = kWidth / 2;   // of SwiGLU, per CTA
-constexpr int kCluster = kQuantises ? 128 * GROUPS / kFeatures : SPLIT;
+constexpr int kTiles = NORMS ? 128 / kWidth : 1;  // of columns, which a cluster finishes together
+constexpr int kCluster = kQuantises ? 128 * GROUPS / kFeatures : SPLIT * (NORMS ? kTiles : SHARED);
+constexpr bool kMeetsAtEnd = kCluster > 1 && (!GATE_UP || SHARED > 1);
 constexpr int kPlaces = 128 % kFeatures == 0 ? 1 : 2;  // groups of 128 that a CTA may have parts of
 constexpr int kReleased = STAGES > ROW_STAGES ? STAGES : ROW_STAGES;
 constexpr int kLeast = STAGES < ROW_STAGES ? STAGES : ROW_STAGES;
 constexpr int kBarriers = STAGES + ROW_STAGES + kReleased + 1;
-constexpr int kRowGroups = kRows / 8 / SPLIT;  // 8 rows of x that a CTA of the cluster finishes
-constexpr int kItems = (kRowGroups * 8 * kUnits + kConsumers - 1) / kConsumers;
+constexpr int kRowGroups = kRows / 8 / (SPLIT * kTiles);  // 8 rows of x that a CTA of the cluster finishes
+constexpr int kOutUnits = kUnits * kTiles;                // 8 columns of those rows
+constexpr int kItems = (kRowGroups * 8 * kOutUnits + kConsumers - 1) / kConsumers;
 constexpr int kExchangeBytes = kQuantises              ? kPlaces * (1 + kCluster) * kRows * 4
                                : !GATE_UP && SPLIT > 1 ? kRows * kWidth * 4
                                                        : 0;
 
+constexpr u32 ranks_that_share() {
+  u32 ranks = 0;
+  for (int i = 0; i < SHARED; ++i) ranks |= 1u << i * SPLIT;
+  return ranks;
+}
+constexpr u32 kSharers = ranks_that_share();  // rows of x with rank 0
+
+static_assert(kCluster % (SPLIT * SHARED) == 0, "a cluster has all that share");
+static_assert(ROW_GROUPS * 8 % SHARED == 0, "sharers fetch whole groups of 8 rows");
 static_assert(WIDTH % (GATE_UP ? 16 : 8) == 0, "gate and up alternate every 8 rows");
 static_assert(!GATE_UP || SPLIT == 1, "SwiGLU needs whole sums");
 static_assert(!kQuantises || kFeatures <= 128, "a CTA has parts of two groups at most");
 static_assert(!kQuantises || kCluster * kFeatures == 128 * GROUPS, "a cluster has whole groups");
-static_assert(kRows / 8 % SPLIT == 0, "every rank finishes as many rows");
+static_assert(kRows / 8 % (SPLIT * kTiles) == 0, "every rank finishes as many rows");
+static_assert(!NORMS || (IS_FP8 && SPLIT > 1 && 128 % kWidth == 0 && kItems == 1 && kConsumers == 128),
+              "a cluster has 128 columns, and each of its threads eight values of them");
 static_assert(GATE_UP || kRows * kWidth * 4 <= kRingBytes, "sums leave through the ring");
 static_assert(!kMovesRegisters || kConsumers == 256, "registers are counted for two warpgroups");
 static_assert(kLeast > 1, "a block is started before the one before it is released");
@@ -79,13 +93,13 @@ DEVICE void open_exchange() {
 
 // No CTA ends before all have what the copy engine takes from its ring.
 DEVICE void close_exchange() {
-  if (kCluster == 1 || GATE_UP) return;
+  if (!kMeetsAtEnd) return;
   __syncwarp();
   cluster_arrive_relaxed();
 }
 
 DEVICE void leave_exchange() {
-  if (kCluster == 1 || GATE_UP) return;
+  if (!kMeetsAtEnd) return;
   __syncwarp();
   cluster_wait();
 }
@@ -105,7 +119,7 @@ DEVICE void put_partial_sums(const float (&acc)[WIDTH / 2], u8* ring, int num_ro
     for (int unit = 0; unit < WIDTH / 8; ++unit)
       target[unit * 32] = {acc[unit * 4 + half * 2], acc[unit * 4 + half * 2 + 1]};
   }
-  if (kCluster == 1)
+  if (SPLIT == 1)
     consumers_sync();
   else
     fence_async_proxy(), __syncwarp();
@@ -116,13 +130,15 @@ DEVICE int groups_of(int rank, int num_rows) {
   return min(max((num_rows + 7) / 8 - rank * kRowGroups, 0), kRowGroups);
 }
 
+// `rank`: of those that finish a tile, from `first_rank` of the cluster on.
 DEVICE void send_partial_sums(const u8* ring, u8* exchange, u32 arrived, int num_rows, int rank,
-                              const Place& at) {
-  if (kCluster == 1) return;
+                              int first_rank, const Place& at) {
+  if (SPLIT == 1) return;
   const int group = at.row / 8 + at.lane;  // of lanes 0 and 1
   if (at.lane < 2 && group * 8 < num_rows) {
-    const int target = group / kRowGroups, columns = at.col_group * (WIDTH / 8) * 256;
-    const int place = (rank * kRowGroups + group % kRowGroups) * kUnits * 256 + columns;
+    const int target = first_rank + group / kRowGroups, columns = at.col_group * (WIDTH / 8) * 256;
+    const int part = rank % SPLIT * kRowGroups + group % kRowGroups;
+    const int place = (part * kTiles + rank / SPLIT) * kUnits * 256 + columns;
     cluster_copy(cluster_address(shared_address(exchange) + place, target),
                  shared_address(ring) + group * kUnits * 256 + columns, WIDTH / 8 * 256,
                  cluster_address(arrived, target));
@@ -136,18 +152,19 @@ struct Item {
   bool is_inside;
 };
 
+// `first`: feature of the cluster's.
 DEVICE Item item_of(int i, const Output& o, int first, int rank, int thread) {
   const int index = i * kConsumers + thread;
   Item item;
   item.tile = index / 8, item.row_in_tile = index % 8;
-  const int group = item.tile / kUnits;
+  const int group = item.tile / kOutUnits;
   item.row = (rank * kRowGroups + group) * 8 + item.row_in_tile;
-  item.feature = first + item.tile % kUnits * 8;
+  item.feature = first + item.tile % kOutUnits * 8;
   item.is_inside = group < kRowGroups && item.row < o.num_rows && item.feature < o.num_features;
   return item;
 }
 
-union Bf16x8 {
+union Vector8 {
   uint4 vector;
   bf16 values[8];
   __nv_bfloat162 pairs[4];
@@ -168,42 +185,50 @@ DEVICE void load_residuals(uint4 (&residuals)[kItems], const Output& o, int firs
   }
 }
 
-// Rounds the sum to bf16 before the residual is added, as two ops would.
+// The sum over K of an item, rounded to bf16 before the residual is added, as two ops would.
+DEVICE uint4 summed(const float4* exchange, const uint4& residuals, const Output& o, const Item& item) {
+  float sums[8] = {};
+#pragma unroll
+  for (int source = 0; source < SPLIT; ++source) {
+    const float4* parts =
+        exchange + (source * kRowGroups * kOutUnits + item.tile) * 16 + item.row_in_tile * 2;
+    const float4 low = parts[0], high = parts[1];
+    sums[0] += low.x, sums[1] += low.y, sums[2] += low.z, sums[3] += low.w;
+    sums[4] += high.x, sums[5] += high.y, sums[6] += high.z, sums[7] += high.w;
+  }
+  const i64 index = static_cast<i64>(item.row) * o.num_features + item.feature;
+  const int count = is_whole(o) ? 8 : min(8, o.num_features - item.feature);
+  Vector8 residual = {residuals}, result;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (j >= count) break;
+    if (o.bias != nullptr) sums[j] += __bfloat162float(o.bias[item.feature + j]);
+    if (o.residual == nullptr) continue;
+    if (!is_whole(o)) residual.values[j] = o.residual[index + j];
+    sums[j] = bf16_round(sums[j]) + __bfloat162float(residual.values[j]);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) result.pairs[j] = __floats2bfloat162_rn(sums[2 * j], sums[2 * j + 1]);
+  return result.vector;
+}
+
+DEVICE void store_item(const uint4& values, const Output& o, const Item& item) {
+  const Vector8 result = {values};
+  bf16* out = static_cast<bf16*>(o.out) + static_cast<i64>(item.row) * o.num_features + item.feature;
+  if (is_whole(o))
+    *reinterpret_cast<uint4*>(out) = result.vector;
+  else
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (j < o.num_features - item.feature) out[j] = result.values[j];
+}
+
 DEVICE void store_summed(const float4* exchange, const uint4 (&residuals)[kItems], const Output& o,
                          int first, int rank, int thread) {
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const Item item = item_of(i, o, first, rank, thread);
-    if (!item.is_inside) continue;
-    float sums[8] = {};
-#pragma unroll
-    for (int source = 0; source < SPLIT; ++source) {
-      const float4* parts =
-          exchange + (source * kRowGroups * kUnits + item.tile) * 16 + item.row_in_tile * 2;
-      const float4 low = parts[0], high = parts[1];
-      sums[0] += low.x, sums[1] += low.y, sums[2] += low.z, sums[3] += low.w;
-      sums[4] += high.x, sums[5] += high.y, sums[6] += high.z, sums[7] += high.w;
-    }
-    const i64 index = static_cast<i64>(item.row) * o.num_features + item.feature;
-    const int count = is_whole(o) ? 8 : min(8, o.num_features - item.feature);
-    Bf16x8 residual = {residuals[i]}, result;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      if (j >= count) break;
-      if (o.bias != nullptr) sums[j] += __bfloat162float(o.bias[item.feature + j]);
-      if (o.residual == nullptr) continue;
-      if (!is_whole(o)) residual.values[j] = o.residual[index + j];
-      sums[j] = bf16_round(sums[j]) + __bfloat162float(residual.values[j]);
-    }
-#pragma unroll
-    for (int j = 0; j < 4; ++j) result.pairs[j] = __floats2bfloat162_rn(sums[2 * j], sums[2 * j + 1]);
-    bf16* out = static_cast<bf16*>(o.out) + index;
-    if (is_whole(o))
-      *reinterpret_cast<uint4*>(out) = result.vector;
-    else
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (j < count) out[j] = result.values[j];
+    if (item.is_inside) store_item(summed(exchange, residuals[i], o, item), o, item);
   }
 }
 
@@ -222,7 +247,7 @@ DEVICE bool has_part(int rank, int group) {
 // What other CTAs, and this one, send to a rank: maxima of the groups it has a part of, or sums of the
 // rows it finishes.
 DEVICE int bytes_to_arrive(int num_rows, int rank) {
-  if (!kQuantises) return GATE_UP ? 0 : SPLIT * groups_of(rank, num_rows) * kUnits * 256;
+  if (!kQuantises) return GATE_UP ? 0 : SPLIT * groups_of(rank, num_rows) * kOutUnits * 256;
   int senders = 0;
   for (int i = 0; i < kPlaces; ++i) {
     const int group = rank * kFeatures / 128 + i;
