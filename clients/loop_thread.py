@@ -29,29 +29,38 @@ class LoopThread:
         self._thread.join()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Wait for what the coroutine returns or raises. Ctrl-C cancels it.
+        """Wait for what the coroutine returns or raises. Ctrl-C cancels it, whenever it comes.
 
         Raises:
-            ConnectionLost: the block was left already.
+            ConnectionLost: the block was left already, or while it ran.
         """
         if not self._is_open:
             coroutine.close()
-            raise ConnectionLost("the session was closed here")
+            raise _closed()
+        tasks: list[asyncio.Task[T]] = []
         is_over = threading.Event()
 
-        async def watched() -> T:
-            try:
-                return await coroutine
-            finally:
+        def start() -> None:
+            tasks.append(self._loop.create_task(coroutine))
+            tasks[0].add_done_callback(lambda _: is_over.set())
+
+        def cancel() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:
+                coroutine.close()
                 is_over.set()
 
-        future = asyncio.run_coroutine_threadsafe(watched(), self._loop)
         try:
-            return future.result()
+            self._loop.call_soon_threadsafe(start)
+            is_over.wait()
         except BaseException:
-            if future.cancel():
-                is_over.wait(_CANCEL_TIMEOUT_S)
+            self._loop.call_soon_threadsafe(cancel)
+            is_over.wait(_CANCEL_TIMEOUT_S)
             raise
+        if tasks[0].cancelled():
+            raise _closed()
+        return tasks[0].result()
 
     def _work(self) -> None:
         try:
@@ -66,3 +75,7 @@ class LoopThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
+
+
+def _closed() -> ConnectionLost:
+    return ConnectionLost("the session was closed here")

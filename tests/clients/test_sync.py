@@ -1,5 +1,6 @@
 """The blocking client, against servers on a thread of their own."""
 
+import asyncio
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -276,6 +277,52 @@ def test_ctrl_c_ends_the_wait_and_cancels_the_turn() -> None:
         with pytest.raises(KeyboardInterrupt):
             list(speech)
         assert not speech.turn.is_over  # its account is not waited for
+
+
+def test_ctrl_c_cancels_what_it_finds_just_started(monkeypatch) -> None:
+    started, ends = threading.Event(), []
+
+    async def endless() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ends.append("cancelled")
+            raise
+
+    with LoopThread() as loop:
+        schedule = loop._loop.call_soon_threadsafe
+
+        def interrupted(callback) -> None:
+            monkeypatch.undo()
+            schedule(callback)
+            assert started.wait(TIMEOUT_S)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(loop._loop, "call_soon_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(endless())
+        assert ends == ["cancelled"]
+
+
+def test_what_waits_when_the_block_is_left_is_told() -> None:
+    started, raised = threading.Event(), []
+
+    async def endless() -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    def wait() -> None:
+        with pytest.raises(ConnectionLost, match="closed here") as error:
+            loop.run(endless())
+        raised.append(error.value)
+
+    with LoopThread() as loop:
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert started.wait(TIMEOUT_S)
+    waiting.join(TIMEOUT_S)
+    assert len(raised) == 1
 
 
 def test_the_player() -> None:
