@@ -187,7 +187,7 @@ def table(timings: Sequence[Timing], bandwidth: float) -> str:
     for (op, rows), group in itertools.groupby(ordered, key=lambda t: (t.op, t.rows)):
         cell = list(group)
         for timing in cell:
-            others = [t for t in cell if t.variant not in ("bf16", "bsfp8")]
+            others = [t for t in cell if t.variant.split(",")[0] not in ("bf16", "bsfp8")]
             ratios = ", ".join(f"{t.variant} {t.us / timing.us:.2f}" for t in others)
             is_ours = timing not in others
             lines.append(

@@ -7,9 +7,9 @@ overwritten too early shows here as a difference between replays.
 import pytest
 import torch
 
-from ops.attended_linear import attended_linear
+from ops.attended_linear import attended_linear_and_norm
 from ops.attention import decode_attention
-from ops.linear import gate_up_swiglu, linear
+from ops.linear import gate_up_swiglu, linear, linear_and_norm
 from ops.packing import pack_bf16, pack_fp8
 from ops.quantize import norm_for_linear, quantize_weight
 from tests.ops.attention_cases import paged
@@ -38,16 +38,16 @@ def test_replays_are_equal(kind, kv_format, num_rows):
     start = torch.randn(num_rows, DIM, device="cuda").bfloat16()
 
     def layers():
-        x, outputs = start, []
+        x, normed, outputs = start, norm_for_linear(start, norm, 1e-6, kind), []
         for _ in range(NUM_LAYERS):
-            qkv = linear(norm_for_linear(x, norm, 1e-6, kind), wqkv)
+            qkv = linear(normed, wqkv)
             heads = qkv.view(case.qkv.shape)
             attended = decode_attention(
                 heads, *case.rotary, *case.where, kind, is_chained=True, wo=wo
             )
-            x = attended_linear(attended, wo, residual=x)
-            hidden = gate_up_swiglu(norm_for_linear(x, norm, 1e-6, kind), gate_up)
-            x = linear(hidden, down, residual=x)
+            x, normed = attended_linear_and_norm(attended, wo, norm, 1e-6, residual=x)
+            hidden = gate_up_swiglu(normed, gate_up)
+            x, normed = linear_and_norm(hidden, down, norm, 1e-6, residual=x)
             outputs += [qkv, x]
         return outputs
 
