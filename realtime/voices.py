@@ -130,7 +130,9 @@ class VoiceStore:
             if name in self._builtin:
                 raise _protected(name)
             if name not in self._added:
-                raise VoiceError("voice_not_found", f"there is no voice {name!r}", param="name")
+                added = _shorten(sorted(self._added)) or "none"
+                why = f"there is no voice {name!r}; those that were added: {added}"
+                raise VoiceError("voice_not_found", why, param="name")
             for suffix in (".safetensors", ".json"):  # without codes the text is no voice
                 (self._user_dir / name).with_suffix(suffix).unlink(missing_ok=True)
             del self._added[name]

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import socket
-import ssl
 import sys
 import textwrap
 import time
@@ -20,6 +19,7 @@ import uvicorn
 from model.embedded import embedded_path
 from realtime import config as options
 from realtime.auth import ApiKeys, load_api_keys
+from realtime.cli.certificate import check_certificate
 from realtime.cli.output_folder import progress_bar, signals_raised
 from realtime.cli.placement import place
 from realtime.config import ServerConfig
@@ -144,7 +144,7 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
     share_interpreter()
     try:
         _check_descriptors(config)
-        _check_certificate(config)
+        check_certificate(config.ssl_certfile, config.ssl_keyfile)
         if config.voices_dir is not None:  # the default one may lie in a home that is read-only
             check_voices_dir(config.voices_dir)
         load_opuslib()
@@ -164,21 +164,6 @@ def _check_descriptors(config: ServerConfig) -> None:
         except OSError as error:
             why = f"--{option}-fd: file descriptor {fd} is not open"
             raise PlosiveError("invalid_config", why) from error
-
-
-def _check_certificate(config: ServerConfig) -> None:
-    """uvicorn reads it once the model is loaded, and waits at the terminal for a password."""
-    if config.ssl_certfile is None:
-        return
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    try:
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
-    except OSError as error:
-        files = " and ".join(
-            str(file) for file in (config.ssl_certfile, config.ssl_keyfile) if file
-        )
-        why = f"--ssl-certfile: no certificate with its key can be read from {files}: {error}"
-        raise PlosiveError("invalid_config", why) from error
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -319,6 +304,11 @@ def start_up_line(stats: dict[str, float], ready_s: float) -> str:
     return f"Start-up in s: {', '.join(parts)}, before that {ready_s - sum(stages.values()):.1f}"
 
 
+def listening_line(url: str, model_name: str, num_slots: int, ready_s: float) -> str:
+    slots = "1 slot" if num_slots == 1 else f"{num_slots} slots"
+    return f"Plosive listening on {url} (model {model_name}, {slots}, ready in {ready_s:.1f} s)"
+
+
 async def _announce(
     config: ServerConfig, engine: Engine, hub: Hub, sock: socket.socket, started_s: float
 ) -> None:
@@ -335,11 +325,7 @@ async def _announce(
     for line in (memory_line(stats), start_up_line(stats, ready_s)):
         if line:
             print(line, flush=True)
-    print(
-        f"Plosive listening on {url} (model {engine.info.model_name}, "
-        f"{engine.info.num_slots} slots, ready in {ready_s:.1f} s)",
-        flush=True,
-    )
+    print(listening_line(url, engine.info.model_name, engine.info.num_slots, ready_s), flush=True)
     if config.announce_fd is not None:
         announcement = {"url": url, "port": sock.getsockname()[1], "ready_s": round(ready_s, 3)}
         with os.fdopen(config.announce_fd, "w") as pipe:

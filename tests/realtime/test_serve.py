@@ -19,7 +19,13 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from realtime import wire
-from realtime.cli.serve import bind, load_engine, memory_line, start_up_line
+from realtime.cli.serve import (
+    bind,
+    listening_line,
+    load_engine,
+    memory_line,
+    start_up_line,
+)
 from realtime.config import ServerConfig
 from realtime.errors import PlosiveError
 
@@ -214,6 +220,12 @@ def test_a_big_model_says_what_it_takes_of_its_device() -> None:
     stats = {"weight_bytes": 9.16e9, "kv_bytes": 1.2e10, "slots_active": 3.0, "graph_bytes": 0.0}
     assert memory_line(stats) == "Device memory in GB: weight 9.16, kv 12.00"
     assert memory_line({"weight_bytes": 8e7}) == ""
+
+
+@pytest.mark.parametrize(("num_slots", "slots"), [(1, "1 slot"), (64, "64 slots")])
+def test_where_it_listens(num_slots: int, slots: str) -> None:
+    line = listening_line("http://h:1", "m", num_slots, 1.26)
+    assert line == f"Plosive listening on http://h:1 (model m, {slots}, ready in 1.3 s)"
 
 
 def test_a_slow_start_says_what_it_was_slow_for() -> None:

@@ -124,6 +124,8 @@ def test_limits_and_protection(tmp_path: Path) -> None:
         with pytest.raises(VoiceError) as refused:
             store.remove(name)
         assert refused.value.code == code
+    with pytest.raises(VoiceError, match="no voice 'nobody'; those that were added: a, b, c$"):
+        store.remove("nobody")
     with pytest.raises(VoiceError, match="tone, a, b, c"):
         store.get("nobody")
 
