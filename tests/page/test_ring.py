@@ -7,10 +7,9 @@ import pytest
 from tests.page.support import needs_browser, opened
 from tests.realtime.support import serving
 
-# As the audio thread runs it, but without a sound card: 12 s, first 1 s ahead and after 3 s `leadS`,
-# and sample i is i + 1. Neither packets nor calls divide the ring's room, so both cross its border.
-PLAY = """
-(async (leadS) => {
+# As the audio thread runs it, but without a sound card.
+RUN = """
+(async (scenario, ...given) => {
   const told = [];
   let Ring;
   Object.assign(globalThis, {
@@ -20,7 +19,15 @@ PLAY = """
     registerProcessor: (_, made) => (Ring = made),
   });
   await import("/page/ring.js");
-  const ring = new Ring(), say = (message) => ring.port.onmessage({ data: message });
+  const ring = new Ring();
+  return scenario(ring, (message) => ring.port.onmessage({ data: message }), told, ...given);
+})
+"""
+
+# 12 s, first 1 s ahead and after 3 s `leadS`, and sample i is i + 1. Neither packets nor calls divide
+# the ring's room, so both cross its border.
+PLAY = """
+(ring, say, told, leadS) => {
   const total = 12 * 48_000, out = new Float32Array(133);
   let pushed = 0, numWrong = 0;
   say({ type: "open", turn: 1 });
@@ -39,7 +46,7 @@ PLAY = """
   }
   const { type, played, underruns } = told.at(-1);
   return { numWrong, type, playedS: played / 48_000, underruns, roomS: ring.data.length / 48_000 };
-})
+}
 """
 
 
@@ -49,7 +56,7 @@ async def test_every_sample_comes_out_once_in_order(
     devtools: str, tmp_path: Path, lead_s: float, room_s: float
 ) -> None:
     async with serving(tmp_path) as served, opened(devtools, served) as page:
-        found = await page.evaluate(f"{PLAY}({lead_s})")
+        found = await page.evaluate(f"({RUN})({PLAY}, {lead_s})")
     assert found == {
         "numWrong": 0,
         "type": "ended",
@@ -62,17 +69,7 @@ async def test_every_sample_comes_out_once_in_order(
 # Half a second of ones, of which too little is there at first, and then an interruption: what is
 # heard before there is enough, and of the fade.
 STOP = """
-(async () => {
-  const told = [];
-  let Ring;
-  Object.assign(globalThis, {
-    sampleRate: 48_000,
-    currentTime: 0,
-    AudioWorkletProcessor: class { port = { postMessage: (message) => told.push(message) }; },
-    registerProcessor: (_, made) => (Ring = made),
-  });
-  await import("/page/ring.js");
-  const ring = new Ring(), say = (message) => ring.port.onmessage({ data: message });
+(ring, say, told) => {
   const push = (length) =>
     say({ type: "push", turn: 1, samples: new Float32Array(length).fill(1) });
   const pull = (num) => {
@@ -93,7 +90,7 @@ STOP = """
   const after = pull(512);
   const { type, played } = told.at(-1);
   return { early, before, after, type, played };
-})()
+}
 """
 
 
@@ -101,7 +98,7 @@ STOP = """
 async def test_it_begins_with_40_ms_and_fades_out_in_5_ms(devtools: str, tmp_path: Path) -> None:
     """One sample less is not enough to begin with; cut at a loud sample, an interruption would click."""
     async with serving(tmp_path) as served, opened(devtools, served) as page:
-        found = await page.evaluate(STOP)
+        found = await page.evaluate(f"({RUN})({STOP})")
     assert not any(found["early"])
     assert found["before"] == [1.0] * 256
     num_fading = 240
