@@ -157,8 +157,13 @@ def test_loops_that_begin_at_once_have_no_ramp(scripted_serve, tmp_path, monkeyp
 
 async def test_a_ramp_comes_before_what_is_measured(monkeypatch) -> None:
     ticks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: 0.001 * next(ticks))
-    monkeypatch.setattr("bench_ttfa.worker.time", clock)
+
+    def now_s() -> float:
+        return 0.001 * next(ticks)
+
+    clock = SimpleNamespace(monotonic=now_s, perf_counter=now_s)
+    for module in ("bench_ttfa.worker", "clients.link", "clients.turn"):
+        monkeypatch.setattr(f"{module}.time", clock)
     monkeypatch.setattr("bench_ttfa.worker.random.random", lambda: 0.0)
 
     async def script(peer: Peer) -> None:
@@ -175,6 +180,10 @@ async def test_a_ramp_comes_before_what_is_measured(monkeypatch) -> None:
         result = await _run(plan)
     early = [turn.is_early for turn in result.turns]
     assert early == sorted(early, reverse=True) and early[0] and not early[-1]
+    assert early.count(True) > 2
+    num_in_time = sum(turn.num_in_time for turn in result.turns)
+    assert num_in_time <= early.count(False) + 1, "one may have begun in the ramp"
+    assert num_in_time >= early.count(False) - 1, "one may be heard behind the end"
 
 
 @pytest.mark.parametrize(
