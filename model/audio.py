@@ -26,8 +26,14 @@ MIN_CLIP_SECONDS = 0.5  # less gives the model no voice to follow
 MIN_RATE_HZ, MAX_RATE_HZ = 4_000, 384_000
 
 SILENT_DBFS = -60.0  # RMS of the loudest window; a quiet recording lies near -40
-TRIM_BELOW_LOUDEST_DB = 40.0  # what is quieter than the loudest window by this is not speech
+TRIM_BELOW_LOUDEST_DB = (25.0, 40.0)  # from here down it is not speech, at the latest and at once
+TRIM_ABOVE_FLOOR_DB = 6.0  # between them, what is so near to the quietest twentieth of the windows
 TRIM_MARGIN_SECONDS = 0.05
+# Of 100 clips and 550 half seconds of speech, in dB of 16 bands: the spectrum of the half seconds moves by
+# 4.6 and more, of speech in noise as loud by 3.9, of tones, hum and noise by 0 to 3.4; 0 to 0.11 of speech
+# stands still from one window to the next, 0.5 to 1 of notes, chords and beeps.
+MIN_MOVEMENT_DB = 3.5
+MAX_STILL_SHARE, STILL_DB = 0.4, 1.0
 MAX_PEAK = 8.0  # a float clip above full scale is scaled down; far above, it is in other units
 
 _WINDOW_SECONDS = 0.02
@@ -57,6 +63,7 @@ def read_clip(
     min_seconds: float = MIN_CLIP_SECONDS,
     max_bytes: int = MAX_CLIP_BYTES,
     trim_silence: bool = False,
+    must_speak: bool = False,
 ) -> Samples:
     """Read a clip of any common container, codec, rate and channel count.
 
@@ -66,14 +73,15 @@ def read_clip(
         max_seconds: decoding stops once the clip proves longer, which is an error.
         min_seconds: of what is returned, after trimming.
         max_bytes: of the file.
-        trim_silence: cut leading and trailing silence down to 50 ms.
+        trim_silence: cut leading and trailing silence and room noise down to 50 ms.
+        must_speak: refuse tones, notes, hum and noise.
 
     Returns:
         f32 [N] — mono (mean of the channels), at most 1 in size, finite, not silent.
 
     Raises:
-        ClipError: if the clip is not audio, is empty, silent, too short, too long, too large, or
-            holds samples that are not numbers.
+        ClipError: if the clip is not audio, is empty, silent, too short, too long, too large, holds
+            samples that are not numbers, or no speech where that is asked for.
     """
     content = _read_bytes(data, max_bytes)
     samples, rate_hz = _decode(content, max_seconds)
@@ -88,6 +96,11 @@ def read_clip(
             f"the clip holds {num_samples / sample_rate:.2f} s of "
             f"{'sound' if trim_silence else 'audio'}; expected at least {min_seconds:g} s: "
             "record a longer one (10 to 30 s of clean speech is best)"
+        )
+    if must_speak and not _may_be_speech(samples, sample_rate):
+        raise ClipError(
+            "no speech found in the clip (a tone, notes, hum or noise?); expected one person who "
+            "speaks: record 10 to 30 s of clean speech"
         )
     return np.clip(samples, -1.0, 1.0).astype(np.float32, copy=False)
 
@@ -251,10 +264,29 @@ def _window_dbfs(samples: Samples, rate_hz: int) -> Samples:
     return dbfs
 
 
+def _may_be_speech(samples: Samples, rate_hz: int) -> bool:
+    """Whether the spectrum moves as that of speech does: not hardly at all, and not in steps alone.
+
+    Seen in windows of 40 ms within 30 dB of the loudest, 100 Hz to 4 kHz, whatever the level does.
+    """
+    window = round(0.04 * rate_hz)
+    windows = np.lib.stride_tricks.sliding_window_view(samples, window)[:: window // 2]
+    power = np.square(np.abs(np.fft.rfft(windows * np.hanning(window))))
+    edges = np.geomspace(100, min(4_000, rate_hz / 2), 17) * window / rate_hz
+    bands = np.add.reduceat(power, edges.astype(np.int64), axis=1)[:, :-1]
+    level = bands.sum(1, keepdims=True)
+    shape = 10 * np.log10(bands / (level + 1e-20) + 1e-5)
+    loud = level[:, 0] > 1e-3 * level.max()
+    steps = np.abs(np.diff(shape, axis=0)).mean(1)[loud[1:] & loud[:-1]]
+    is_moving = shape[loud].std(0).mean() >= MIN_MOVEMENT_DB
+    return bool(is_moving and len(steps) and (steps < STILL_DB).mean() <= MAX_STILL_SHARE)
+
+
 def _trim(samples: Samples, rate_hz: int) -> Samples:
-    """Cut silence at both ends, but for a margin."""
+    """Cut silence and room noise at both ends, but for a margin."""
     levels = _window_dbfs(samples, rate_hz)
-    sound = np.flatnonzero(levels > levels.max() - TRIM_BELOW_LOUDEST_DB)
+    depth = levels.max() - np.percentile(levels, 5) - TRIM_ABOVE_FLOOR_DB
+    sound = np.flatnonzero(levels > levels.max() - np.clip(depth, *TRIM_BELOW_LOUDEST_DB))
     window = round(_WINDOW_SECONDS * rate_hz)
     margin = round(TRIM_MARGIN_SECONDS * rate_hz)
     start = max(int(sound[0]) * window - margin, 0)

@@ -89,10 +89,14 @@ CLIPS = {
     "overdriven speech": lambda speech, noise: 20 * speech,
     "a word": lambda speech, noise: speech[12_000:26_400],
     "speech in noise": lambda speech, noise: speech + 0.05 * noise,
-    "noise": lambda speech, noise: 0.1 * noise,
-    "a tone": lambda speech, noise: (
-        0.3 * np.sin(np.arange(len(speech)) * 2 * np.pi * 220 / RATE_HZ)
+    "after a noisy pause": lambda speech, noise: (
+        0.002 * np.append(noise, noise) + np.append(0 * speech, speech)
     ),
+    "two people": lambda speech, noise: np.append(speech, soxr.resample(speech, 1.2, 1.0)),
+    "a telephone": lambda speech, noise: soxr.resample(
+        soxr.resample(speech, RATE_HZ, 8_000), 8_000, RATE_HZ
+    ),
+    "28 seconds": lambda speech, noise: np.resize(speech, 28 * RATE_HZ),
 }
 
 
@@ -108,6 +112,38 @@ async def test_whatever_the_clip_speech_comes_out(
     assert 2.0 < len(samples) / RATE_HZ < 9.0
     assert float(np.sqrt(np.square(samples).mean())) > 0.005
     assert voiced_share(samples) > 0.3
+
+
+TIME_S = np.arange(4 * RATE_HZ) / RATE_HZ
+NO_SPEECH = {
+    "a tone": 0.3 * np.sin(2 * np.pi * 220 * TIME_S),
+    "noise": 0.1 * np.random.default_rng(0).standard_normal(4 * RATE_HZ),
+    "notes": 0.3 * np.sin(2 * np.pi * 220 * 2 ** (np.floor(4 * TIME_S) % 12 / 12) * TIME_S),
+}
+
+
+@pytest.mark.parametrize("kind", NO_SPEECH)
+def test_no_voice_of_what_is_no_speech(url: str, kind: str) -> None:
+    response = add(url, "nothing", NO_SPEECH[kind])
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (422, "invalid_clip", "file")
+    assert "no speech found in the clip" in error["message"]
+
+
+def test_a_clip_after_a_pause_is_the_same_voice(
+    url: str, voices: Path, stranger: np.ndarray
+) -> None:
+    """The room before the speech is no part of the reference, though it is not silent."""
+    room = 0.002 * np.random.default_rng(0).standard_normal(12 * RATE_HZ)
+    assert add(url, "late", np.append(room, stranger)).status_code == 201
+    codes = load_file(voices / "late.safetensors")["codes"]
+    assert abs(codes.shape[1] / 25 - len(stranger) / RATE_HZ) < 0.5
+
+
+def test_a_clip_that_is_too_long_is_refused_with_the_limit(url: str, stranger: np.ndarray) -> None:
+    response = add(url, "long", np.resize(stranger, 60 * RATE_HZ))
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_clip")
+    assert "longer than 30 s" in response.json()["error"]["message"]
 
 
 def test_a_quiet_clip_is_the_same_voice(url: str, voices: Path, stranger: np.ndarray) -> None:

@@ -36,7 +36,9 @@ def main() -> int:
     rate_hz, max_seconds = int(sys.argv[1]), float(sys.argv[2])
     clip = sys.stdin.buffer.read()
     try:
-        samples = read_clip(clip, rate_hz, max_seconds=max_seconds, trim_silence=True)
+        samples = read_clip(
+            clip, rate_hz, max_seconds=max_seconds, trim_silence=True, must_speak=True
+        )
     except ClipError as error:
         sys.stdout.buffer.write(str(error).encode("utf-8", "replace"))
         return REFUSED

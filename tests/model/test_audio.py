@@ -20,6 +20,21 @@ def chirp(seconds, rate_hz, amplitude=0.5):
     return (amplitude * np.sin(phase) * (0.6 + 0.4 * np.sin(2 * np.pi * 3 * t))).astype(np.float32)
 
 
+def babble(seconds, rate_hz, seed=0):
+    """Harmonics of 130 Hz under formants that glide from one of nine places a second to the next, with
+    a hiss: its spectrum moves as that of speech does."""
+    rng = np.random.default_rng(seed)
+    t = np.arange(round(seconds * rate_hz)) / rate_hz
+    at = np.arange(0, seconds + 0.2, 1 / 9)
+    formants = [np.interp(t, at, rng.uniform(*span, len(at))) for span in ((250, 900), (900, 2600))]
+    levels = np.interp(t, at, rng.uniform(0.1, 1, len(at)))
+    out = 0.01 * rng.standard_normal(len(t))
+    for hz in range(130, 4000, 130):
+        gain = sum(np.exp(-np.abs(formant - hz) / 150) for formant in formants)
+        out += gain * np.sin(2 * np.pi * hz * t)
+    return (0.1 * levels * out).astype(np.float32)
+
+
 def encode(samples, rate_hz, container="wav", codec="pcm_s16le", channels=1):
     """One clip in a container; the same signal in every channel."""
     layout = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}[channels]
@@ -124,6 +139,70 @@ def test_trim_keeps_a_margin():
     trimmed = read_clip(wav_f32(clip), RATE, trim_silence=True)
     assert len(trimmed) / RATE == pytest.approx(1.1, abs=0.045)
     assert best_correlation(chirp(1, RATE), trimmed) > 0.999
+
+
+def test_room_noise_is_trimmed_as_well():
+    room = 0.004 * np.random.default_rng(0).standard_normal(6 * RATE).astype(np.float32)
+    speech = babble(2, RATE)
+    clip = np.concatenate([room, speech + room[: len(speech)], room])
+    assert np.abs(room).max() > 10 ** (-40 / 20) * np.abs(speech).max()
+    assert len(read_clip(wav_f32(clip), RATE, trim_silence=True)) / RATE == pytest.approx(
+        2.1, abs=0.15
+    )
+
+
+def notes(rate_hz):
+    t = np.arange(rate_hz // 4) / rate_hz
+    scale = [262, 294, 330, 349, 392, 440, 494, 523]
+    return np.concatenate(
+        [
+            sum(np.sin(2 * np.pi * hz * k * t) / k for k in range(1, 6)) * np.exp(-3 * t)
+            for hz in scale
+        ]
+    )
+
+
+def nothing_spoken(kind):
+    rng, t = np.random.default_rng(0), np.arange(2 * RATE) / RATE
+    noise = rng.standard_normal(len(t))
+    return {
+        "tone": np.sin(2 * np.pi * 220 * t),
+        "hum": np.sign(np.sin(2 * np.pi * 50 * t)),
+        "sweep": chirp(2, RATE),
+        "siren": np.sin(2 * np.pi * 500 * t + 8 * np.sin(2 * np.pi * 5 * t)),
+        "beeps": np.sin(2 * np.pi * 800 * t) * (t * 2 % 1 < 0.5),
+        "notes": notes(RATE),
+        "noise": noise,
+        "gusts": noise * (1 + np.sin(2 * np.pi * 4 * t)),
+        "rumble": np.convolve(noise, np.exp(-np.arange(200) / 40), "same") / 6,
+        "clicks": noise * (np.arange(len(t)) % 6000 < 30),
+    }[kind]
+
+
+@pytest.mark.parametrize("level", [0.2, 0.01])
+@pytest.mark.parametrize(
+    "kind",
+    ["tone", "hum", "sweep", "siren", "beeps", "notes", "noise", "gusts", "rumble", "clicks"],
+)
+def test_what_is_no_speech_is_refused_as_such(kind, level):
+    clip = wav_f32(level * nothing_spoken(kind))
+    with pytest.raises(ClipError, match="no speech found in the clip"):
+        read_clip(clip, RATE, trim_silence=True, must_speak=True)
+    assert len(read_clip(clip, RATE)) > RATE, "sound is enough unless speech is asked for"
+
+
+@pytest.mark.parametrize("gain", [20, 1, 0.02])
+@pytest.mark.parametrize("seconds", [0.6, 4, 60])
+def test_what_may_be_speech_is_taken(seconds, gain):
+    speech = (gain * babble(seconds, RATE)).clip(-1, 1)
+    read_clip(wav_f32(speech), RATE, must_speak=True)
+    noise = np.random.default_rng(1).standard_normal(len(speech)).astype(np.float32)
+    read_clip(wav_f32(speech + 0.3 * speech.std() * noise), RATE, must_speak=True)
+
+
+def test_speech_of_a_telephone_is_taken():
+    clip = encode(babble(3, 8_000), 8_000, "wav", "pcm_mulaw")
+    assert len(read_clip(clip, RATE, must_speak=True)) == 3 * RATE
 
 
 def test_a_loud_float_clip_is_scaled_down():

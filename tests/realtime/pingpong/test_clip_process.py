@@ -13,7 +13,7 @@ from model.errors import ClipError
 from realtime.pingpong import clip_process
 from realtime.pingpong.clip_child import MAX_CPU_S, REFUSED
 from realtime.pingpong.clip_process import read_clip_apart
-from tests.model.test_audio import RATE, chirp, encode, wav_f32
+from tests.model.test_audio import RATE, babble, chirp, encode, wav_f32
 
 
 def child_runs(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -22,15 +22,18 @@ def child_runs(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 
 def test_the_same_samples() -> None:
-    clip = encode(chirp(1.5, 48_000), 48_000, "ogg", "libopus", 2)
+    clip = encode(babble(1.5, 48_000), 48_000, "ogg", "libopus", 2)
     expected = read_clip(clip, RATE, max_seconds=10, trim_silence=True)
     assert np.array_equal(read_clip_apart(clip, RATE, 10.0), expected)
 
 
-@pytest.mark.parametrize("clip", [b"", b"nothing", wav_f32(np.zeros(RATE, np.float32))])
+TONE = 0.1 * np.sin(np.arange(RATE) / 9)
+
+
+@pytest.mark.parametrize("clip", [b"", b"nothing", wav_f32(np.zeros(RATE)), wav_f32(TONE)])
 def test_the_same_refusals(clip: bytes) -> None:
     with pytest.raises(ClipError) as here:
-        read_clip(clip, RATE, max_seconds=10, trim_silence=True)
+        read_clip(clip, RATE, max_seconds=10, trim_silence=True, must_speak=True)
     with pytest.raises(ClipError) as there:
         read_clip_apart(clip, RATE, 10.0)
     assert str(there.value) == str(here.value)
