@@ -229,47 +229,44 @@ _FEW_ROWS: dict[tuple[int, int], dict[int, Plan]] = {
     (19456, 2560): {8: Plan(8, 1, 8, 1), 16: Plan(16, 1, 6, 1), 32: Plan(32, 2, 4, 1)},
     (2560, 9728): {8: Plan(8, 1, 6, 8), 16: Plan(16, 1, 6, 8), 32: Plan(32, 1, 6, 4)},
 }
+_WO, _DOWN, _CODE_HEAD, _SEMANTIC_HEAD = (2560, 4096), (2560, 9728), (4096, 2560), (4097, 2560)
 _MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
     ("bsfp8", 6144, 2560): {
         64: WidePlan(64, 1, 1, 6, 5, split=2, blocks_per_sm=2, batch=2),
         128: WidePlan(96, 2, 1, 5, 5, split=2, batch=2, producers=128),
     },
-    ("bsfp8", 2560, 4096): {
-        64: WidePlan(64, 1, 1, 6, 5, split=4, blocks_per_sm=2),
-        128: WidePlan(96, 2, 1, 5, 5, split=4, batch=2, producers=128),
-    },
     ("bsfp8", 19456, 2560): {
         64: WidePlan(64, 1, 1, 4, 5, blocks_per_sm=3, batch=2),
         128: WidePlan(192, 2, 1, 4, 5, groups=3, producers=128),
     },
-    ("bsfp8", 2560, 9728): {
-        64: WidePlan(64, 1, 1, 6, 5, split=4, blocks_per_sm=2),
-        128: WidePlan(96, 2, 1, 5, 5, split=4, batch=2, producers=128),
+    **{
+        ("bsfp8", *shape): {
+            64: WidePlan(64, 1, 1, 6, 5, split=4, blocks_per_sm=2),
+            128: WidePlan(96, 2, 1, 5, 5, split=4, batch=2, producers=128),
+        }
+        for shape in (_WO, _DOWN)
     },
     ("bf16", 6144, 2560): {
         64: WidePlan(96, 1, 1, 6, 6, split=2),
         128: WidePlan(96, 2, 1, 5, 5, split=2),
     },
-    ("bf16", 2560, 4096): {
-        64: WidePlan(96, 1, 1, 6, 6, split=4),
-        128: WidePlan(96, 2, 1, 5, 5, split=4),
-    },
     ("bf16", 19456, 2560): {
         64: WidePlan(160, 1, 1, 7, 5),
         128: WidePlan(160, 2, 1, 5, 3),
     },
-    ("bf16", 2560, 9728): {
-        64: WidePlan(96, 1, 1, 6, 6, split=4),
-        128: WidePlan(96, 2, 1, 5, 5, split=4),
+    **{
+        ("bf16", *shape): {
+            64: WidePlan(96, 1, 1, 6, 6, split=4),
+            128: WidePlan(96, 2, 1, 5, 5, split=4),
+        }
+        for shape in (_WO, _DOWN)
     },
-    # The heads: 4096 codes, and with the end token.
-    ("bf16", 4096, 2560): {
-        64: WidePlan(64, 1, 1, 12, 12, split=2),
-        128: WidePlan(64, 2, 1, 7, 7, split=2),
-    },
-    ("bf16", 4097, 2560): {
-        64: WidePlan(64, 1, 1, 12, 12, split=2),
-        128: WidePlan(64, 2, 1, 7, 7, split=2),
+    **{
+        ("bf16", *shape): {
+            64: WidePlan(64, 1, 1, 12, 12, split=2),
+            128: WidePlan(64, 2, 1, 7, 7, split=2),
+        }
+        for shape in (_CODE_HEAD, _SEMANTIC_HEAD)
     },
 }
 _MAX_NORM_STAGES = 6  # of gate_up: x takes shared memory too, and three CTAs are to fit an SM
