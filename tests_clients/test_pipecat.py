@@ -38,6 +38,9 @@ from pipecat.workers.runner import WorkerRunner
 from clients import Reconnect
 from clients.adapters.pipecat import PlosiveTTSService
 from realtime.wire import (
+    AudioFlags,
+    AudioKind,
+    AudioPacket,
     Error,
     SessionStart,
     SessionUpdate,
@@ -57,6 +60,7 @@ from tests_clients.speakers import say, speaker
 
 TIMEOUT_S = 10.0
 PACKET_BYTES = 2 * PACKET_SAMPLES
+STALE = b"\1" * PACKET_BYTES
 
 
 class Ear(FrameProcessor):
@@ -91,6 +95,7 @@ class Ear(FrameProcessor):
 class Talk:
     """A running pipeline: errors and what speaks are at `upstream` and `downstream`."""
 
+    tts: PlosiveTTSService
     worker: PipelineWorker
     upstream: Ear
     downstream: Ear
@@ -120,7 +125,7 @@ async def talking(url: str, **options) -> AsyncIterator[Talk]:
         enable_rtvi=False,
         params=PipelineParams(enable_metrics=True, enable_usage_metrics=True),
     )
-    talk = Talk(worker, upstream, downstream)
+    talk = Talk(tts, worker, upstream, downstream)
     started = asyncio.Event()
 
     @worker.event_handler("on_pipeline_started")
@@ -228,6 +233,54 @@ async def test_a_barge_in_cancels_on_the_open_connection_and_nothing_stale_follo
         assert [account.spoken_text for account in talk.cancelled] == ["One"]
         assert not talk.upstream.of(ErrorFrame)
     assert len(server.peers) == 1
+
+
+async def test_a_packet_that_comes_as_its_reply_is_interrupted_is_not_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two are interrupted, the first of which is still being written: its packet is read when Pipecat
+    has removed its context, and is about to remove the other's."""
+    interrupted, is_aside_complete = [], asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await say(peer, 1, "One")
+        while True:
+            match await peer.next():
+                case TurnCommit(turn_id=2):
+                    is_aside_complete.set()
+                case TurnCommit(turn_id=3):
+                    await say(peer, 3, "Sorry.")
+                    await peer.done(3, 2)
+                case TurnCancel(turn_id=turn_id):
+                    account = {"spoken_text": "", "remaining_text": "", "played_ms": 0.0}
+                    await peer.send(TurnCancelled(turn_id=turn_id, **account))
+
+    async def on_interrupted(context_id: str) -> None:
+        interrupted.append(context_id)
+        if len(interrupted) == 1:
+            packet = AudioPacket(AudioKind.PCM_S16LE, AudioFlags(0), 1, 2, 960, STALE)
+            first.turn.deliver(packet, 0.0)
+        else:
+            await asyncio.sleep(0)  # it pushes metrics, and who gets them may wait
+        await PlosiveTTSService.on_audio_context_interrupted(talk.tts, context_id)
+
+    async with scripted_server(script) as server, talking(server.url) as talk:
+        await talk.send(LLMFullResponseStartFrame(), LLMTextFrame("One two."))
+        await talk.downstream.until(lambda: len(talk.downstream.audio) == 2 * PACKET_BYTES)
+        (first,) = talk.tts._contexts.values()
+        await talk.send(TTSSpeakFrame("Aside."))
+        async with asyncio.timeout(TIMEOUT_S):
+            await is_aside_complete.wait()
+        monkeypatch.setattr(talk.tts, "on_audio_context_interrupted", on_interrupted)
+        await talk.send(InterruptionFrame())
+        await talk.downstream.until(lambda: bool(talk.downstream.of(InterruptionFrame)))
+        await talk.reply("Sorry.")
+        await talk.until_stopped(1)
+        assert len(interrupted) == 2
+        assert len(talk.downstream.audio) == 4 * PACKET_BYTES
+        assert STALE not in [frame.audio for frame in talk.downstream.of(TTSAudioRawFrame)]
 
 
 async def test_a_turn_that_is_with_the_transport_is_cancelled_too_until_it_was_played() -> None:

@@ -222,7 +222,7 @@ class PlosiveTTSService(TTSService):
                             payload, self.sample_rate, 1, context_id=context_id
                         )
                         await self._append(context_id, frame)
-                    case TurnText() if self.audio_context_available(context_id):
+                    case TurnText():
                         times = [(word.text.strip(), word.start_s) for word in words.words(event)]
                         await self.add_word_timestamps(times, context_id)
                     case TurnDone():
@@ -240,16 +240,17 @@ class PlosiveTTSService(TTSService):
             return  # it had ended otherwise, and that was reported
         await self._call_event_handler("on_turn_cancelled", context_id, account)
 
-    async def _append(self, context_id: str, frame: Frame) -> None:
-        if self.audio_context_available(context_id):  # else it was interrupted
+    async def _append(self, context_id: str, frame: Frame | None) -> None:
+        """None ends the context. One that was interrupted takes nothing more: while its reply is still
+        being written, Pipecat would make it anew."""
+        if self.audio_context_available(context_id):
             await self.append_to_audio_context(context_id, frame)
 
     async def _end(self, context_id: str) -> None:
         """The context has all its audio and all its text."""
         self._contexts.pop(context_id, None)
         await self._append(context_id, TTSStoppedFrame(context_id=context_id))
-        if self.audio_context_available(context_id):
-            await self.remove_audio_context(context_id)
+        await self._append(context_id, None)
 
     async def _fail(self, context_id: str, error: PlosiveError) -> None:
         """Report what ended a turn, once. What came of its audio is played; the rest of its text,
