@@ -272,7 +272,7 @@ def _config(args: argparse.Namespace, connection: Connection, voices: dict[float
             for length_s, voice in sorted(voices.items())
         ),
         *(
-            closed(concurrency=1, num_chars=num, axis="text, characters", value=float(num))
+            closed(concurrency=1, num_chars=num, axis=_text_axis(args), value=float(num))
             for num in sorted(args.lengths)
         ),
     ]
@@ -286,6 +286,11 @@ def _config(args: argparse.Namespace, connection: Connection, voices: dict[float
         ),
         keeps_going=args.keep_going,
     )
+
+
+def _text_axis(args: argparse.Namespace) -> str:
+    streamed = f" at {args.words_per_s:g} words/s" if args.words_per_s else ""
+    return f"text{streamed}, characters"
 
 
 def sessions_per_process(concurrency: int, num_cores: int) -> int:

@@ -110,10 +110,13 @@ def _took(level: Level, name: str) -> float:
 def _draw_axis(axis: Any, levels: list[Level]) -> None:
     for name in dict.fromkeys(level["axis"] for level in levels):
         chosen = [level for level in levels if level["axis"] == name]
-        x = range(len(chosen))
-        axis.plot(x, [level["ttfa_ms"]["p50"] for level in chosen], "o-", label=f"p50, {name}")
+        is_streamed = "words/s" in name  # speech may begin before the last byte of text
+        figure = "ttfa_first_text_ms" if is_streamed else "ttfa_ms"
+        x, y = range(len(chosen)), [level[figure]["p50"] for level in chosen]
+        since = ", from the first text" if is_streamed else ""
+        axis.plot(x, y, "o-", label=f"p50, {name}{since}")
         for at, level in zip(x, chosen, strict=True):
-            axis.annotate(f"{level['value']:g}", (at, level["ttfa_ms"]["p50"]), fontsize=7)
+            axis.annotate(f"{level['value']:g}", (at, y[at]), fontsize=7)
     _label(axis, "TTFA against length (c=1)", "from short to long", "TTFA, ms")
     axis.set_xticks([])
     axis.set_ylim(bottom=0)

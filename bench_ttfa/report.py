@@ -238,11 +238,14 @@ def _axis_tables(summary: dict[str, Any]) -> list[str]:
     """TTFA against what grows where it is not the load, a table for each."""
     tables = []
     levels = [level for level in summary["levels"] if level["axis"]]
+    names = ["ttfa_ms", "server_ttfa_ms"]
+    if summary["config"]["connection"]["words_per_s"]:
+        names.append("ttfa_first_text_ms")
     for axis in dict.fromkeys(level["axis"] for level in levels):
-        rows = [[axis, "turns (errors)", "ttfa_ms", "server_ttfa_ms", "C50 / C100"]]
+        rows = [[axis, "turns (errors)", *names, "C50 / C100"]]
         for level in levels:
             if level["axis"] == axis:
-                figures = [_triple(level[name]) for name in ("ttfa_ms", "server_ttfa_ms")]
+                figures = [_triple(level[name]) for name in names]
                 row = [f"{level['value']:g}", _turns(level), *figures, _continuity(level)]
                 rows.append(row)
         tables.append("\n".join(align(rows)))

@@ -66,6 +66,14 @@ def test_lengths_and_stages(tmp_path, capsys) -> None:
     assert "api_key" not in json.dumps(summary)
 
 
+def test_lengths_of_text_that_streams_in(tmp_path, capsys) -> None:
+    options = ["--words-per-s", "200", "--turns", "2", "--warmup", "0"]
+    summary = sweep(tmp_path, "--lengths", "30", "200", *options)
+    assert [level["axis"] for level in summary["levels"]] == ["text at 200 words/s, characters"] * 2
+    table = capsys.readouterr().out.splitlines()[0]
+    assert "ttfa_first_text_ms" in table
+
+
 def test_every_text_has_the_length_that_is_asked_for(tmp_path) -> None:
     options = ["2", "--rate", "20", "--chars", "42", "--turns", "6", "--warmup", "0"]
     summary = sweep(tmp_path, *options)
