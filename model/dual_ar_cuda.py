@@ -14,185 +14,35 @@ the projection between the stacks stay in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from model.config import StackConfig
 from model.frame_state import Frame, FrameState, Riders
+from model.fused_stack import Attend, Attended, FusedBlock, FusedStack, run_blocks, take_packed
 from model.kv_cache import KVCache
-from model.layers import Block, Stack
+from model.layers import Block
 from model.sampling import MAX_TOP_K
-from model.wide_rows import MOST_NARROW_ROWS, WideBlock, has_room
-from ops.attended_linear import attended_linear_and_norm
+from model.wide_rows import WideBlock, has_room
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
-from ops.attention_launch import PendingAttention
 from ops.attention_shared import shared_attention
 from ops.embedding import embed_rows
-from ops.linear import (
-    Input,
-    PackedWeight,
-    gate_up_swiglu,
-    linear,
-    linear_and_norm,
-    pack_bf16,
-    pack_fp8,
-)
-from ops.quantize import (
-    Activation,
-    Kind,
-    norm_for_linear,
-    quantize_weight,
-    rms_norm,
-)
+from ops.linear import linear
+from ops.quantize import Activation, BlockScaled, Kind
 from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_semantic
 
 if TYPE_CHECKING:
     from model.dual_ar import DualAR
 
+TABLE_ROWS = [2]
 MAX_PREFILL_ROWS = 128  # of one pass through the streaming kernels
 MAX_WIDE_PREFILL_ROWS = 512  # of one pass through plain matrices
 
 # Of the fast AR: 1.1 ms (S2 Pro, 1 stream, H200), in which a host launches a frame. With 3 the device
 # waited 3 % of the time.
 _TAIL_PASSES = 4
-
-# [M, H * D]
-Attended = Activation | PendingAttention
-# (layer, block, qkv [M, H + 2 H_kv, D])
-Attend = Callable[[int, "FusedBlock | WideBlock", Tensor], Attended]
-
-
-@dataclass(frozen=True, slots=True)
-class FusedBlock:
-    """A block with packed matrices; its own are freed.
-
-    Attributes:
-        next_norm: `attention_norm` of the block after it.
-    """
-
-    config: StackConfig
-    kind: Kind
-    attention_norm: Tensor
-    wqkv: PackedWeight
-    qkv_bias: Tensor | None
-    qk_norm: Tensor | None
-    wo: PackedWeight
-    o_bias: Tensor | None
-    ffn_norm: Tensor
-    gate_up: PackedWeight
-    down: PackedWeight
-    next_norm: Tensor | None
-
-    @classmethod
-    def take(cls, block: Block, next_norm: Tensor | None, kind: Kind) -> FusedBlock:
-        dtype = block.attention_norm.dtype
-        return cls(
-            config=block.config,
-            kind=kind,
-            attention_norm=block.attention_norm,
-            wqkv=_take(block, "wqkv", kind, dtype),
-            qkv_bias=block.qkv_bias,
-            qk_norm=block.qk_norm,
-            wo=_take(block, "wo", kind, dtype),
-            o_bias=block.o_bias,
-            ffn_norm=block.ffn_norm,
-            gate_up=_take(block, "gate_up", kind, dtype, is_gate_up=True),
-            down=_take(block, "down", kind, dtype),
-            next_norm=next_norm,
-        )
-
-    def project(self, x: Tensor, normed: Input | None = None) -> Tensor:
-        """[M, C] -> queries, keys and values [M, H + 2 H_kv, D], neither normed nor rotated.
-
-        Args:
-            normed: `x` after `attention_norm`, if the block before has made that.
-        """
-        eps = self.config.norm_eps
-        if normed is None:
-            normed = norm_for_linear(x, self.attention_norm, eps, self.kind)
-        qkv = linear(normed, self.wqkv, bias=self.qkv_bias)
-        return qkv.view(x.shape[0], -1, self.config.head_dim)
-
-    def forward(
-        self,
-        x: Tensor,
-        normed: Input | None,
-        layer: int,
-        attend: Callable[[int, FusedBlock, Tensor], Attended],
-    ) -> tuple[Tensor, Input | None]:
-        """[M, C] -> [M, C], and `normed` of the next block, see `project`."""
-        eps = self.config.norm_eps
-        attended = attend(layer, self, self.project(x, normed))
-        x, normed = attended_linear_and_norm(
-            attended, self.wo, self.ffn_norm, eps, bias=self.o_bias, residual=x
-        )
-        hidden = gate_up_swiglu(normed, self.gate_up)
-        if self.next_norm is None:
-            return linear(hidden, self.down, residual=x), None
-        return linear_and_norm(hidden, self.down, self.next_norm, eps, residual=x)
-
-
-class FusedStack:
-    """Fused blocks, the final norm and the RoPE table of a stack."""
-
-    def __init__(self, stack: Stack, kind: Kind, *, has_wide: bool) -> None:
-        self.config = stack.config
-        self.rope = stack.rope
-        self.norm = stack.norm
-        self._fused: list[FusedBlock] = []
-        self._wide: list[WideBlock] = []
-        self._most_narrow_rows = MOST_NARROW_ROWS[kind]
-        # One after the other: a block is freed before the next is packed.
-        blocks = [block for block in stack.layers if isinstance(block, Block)]
-        next_norms = [*(block.attention_norm for block in blocks[1:]), None]
-        for block, next_norm in zip(blocks, next_norms, strict=True):
-            if has_wide:
-                self._wide.append(WideBlock.of(block, kind))
-            self._fused.append(FusedBlock.take(block, next_norm, kind))
-
-    @property
-    def nbytes(self) -> int:
-        """Of the matrices."""
-        packed = [w for b in self._fused for w in (b.wqkv, b.wo, b.gate_up, b.down)]
-        tensors = [tensor for weight in packed for tensor in weight.tensors()]
-        tensors += [matrix for block in self._wide for matrix in block.matrices]
-        return sum(tensor.nbytes for tensor in tensors)
-
-    def blocks(self, num_rows: int) -> Sequence[FusedBlock | WideBlock]:
-        """Those that run so many rows fastest."""
-        return self._wide if self._wide and num_rows > self._most_narrow_rows else self._fused
-
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """[M, C] -> [M, C], before the final norm."""
-        x, _ = run_blocks(self.blocks(len(x)), x, attend)
-        return x
-
-    def norm_for_head(self, x: Tensor) -> Input:
-        """The final norm for a head alone, see `norm_for_linear`."""
-        return norm_for_linear(x, self.norm, self.config.norm_eps, "bf16")
-
-    def final_norm(self, x: Tensor) -> Tensor:
-        """[M, C] -> [M, C] in the model's dtype, for heads."""
-        normed = rms_norm(x, self.norm, self.config.norm_eps, "bf16")
-        assert isinstance(normed, Tensor)
-        return normed
-
-
-def run_blocks(
-    blocks: Sequence[FusedBlock | WideBlock], x: Tensor, attend: Attend
-) -> tuple[Tensor, Input | None]:
-    """[M, C] -> [M, C], and that as the block after these takes it, if they have made that."""
-    normed = None
-    for layer, block in enumerate(blocks):
-        if isinstance(block, WideBlock):
-            x = block.forward(x, layer, attend)
-        else:
-            x, normed = block.forward(x, normed, layer, attend)
-    return x, normed
 
 
 class FusedDualAR:
@@ -207,16 +57,20 @@ class FusedDualAR:
         self._embeddings = model.embeddings
         self._codebook_embeddings = model.codebook_embeddings
         self._fast_embeddings = model.fast.embeddings
+        self._normed_embeddings: BlockScaled | None = None
         self._head = Head(model.head_tokens, model.head_codes)
         stacks = (model.slow, model.fast.stack)
         blocks = [block for block in model.modules() if isinstance(block, Block)]
         self._has_wide = has_wide = has_room(blocks)
         self._slow, self._fast = (FusedStack(stack, kind, has_wide=has_wide) for stack in stacks)
-        self._semantic_head = _take(model, "restricted_head", "bf16", model.dtype)
-        self._code_head = _take(model.fast, "output", "bf16", model.dtype)
+        if kind == "bsfp8":
+            normed = self._fast.norm_for_first(self._fast_embeddings)
+            self._normed_embeddings = normed if isinstance(normed, BlockScaled) else None
+        self._semantic_head = take_packed(model, "restricted_head", "bf16", model.dtype)
+        self._code_head = take_packed(model.fast, "output", "bf16", model.dtype)
         self._project_in, self._project_in_bias = None, model.fast.project_in_bias
         if config.needs_projection:
-            self._project_in = _take(model.fast, "project_in", "bf16", model.dtype)
+            self._project_in = take_packed(model.fast, "project_in", "bf16", model.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -361,14 +215,16 @@ class FusedDualAR:
             x: [2B, C], laid out [B, 2].
             codes: i32 [B, K].
         """
-        start, num_rows = 0, len(codes)
+        start, num_rows, normed = 0, len(codes), None
+        table = self._normed_embeddings if num_rows > TABLE_ROWS[0] else None
         for codebook in range(1, self._num_codebooks):
             if on_tail is not None and codebook == max(1, self._num_codebooks - _TAIL_PASSES):
                 on_tail()
-            x = self._fast.forward(x, self._frame_attend(state, start, codebook + 1 - start))
+            attend = self._frame_attend(state, start, codebook + 1 - start)
+            x = self._fast.forward(x, attend, normed)
             last = x.view(num_rows, -1, x.shape[1])[:, -1]
             logits = linear(self._fast.norm_for_head(last), self._code_head)
-            x = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes)
+            x, normed = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes, table)
             start = codebook + 1
 
     def _frame_attend(self, state: FrameState, start: int, num_positions: int) -> Attend:
@@ -387,29 +243,3 @@ class FusedDualAR:
         return embed_rows(
             rows, slots, self._embeddings, self._codebook_embeddings, self._semantic_ids
         )
-
-
-def _take(
-    module: nn.Module, name: str, kind: Kind, dtype: torch.dtype, *, is_gate_up: bool = False
-) -> PackedWeight:
-    """Pack a matrix of a module and drop it from there; its memory is free when this returns.
-
-    Args:
-        dtype: of what the matrix makes.
-    """
-    data, scale = _pop(module, name), _pop(module, f"{name}_scale")
-    assert data is not None, name
-    if kind == "bf16":
-        assert scale is None, f"{name} is quantised"
-        return pack_bf16(data, is_gate_up=is_gate_up)
-    if scale is None:
-        data, scale = quantize_weight(data)
-    return pack_fp8(data, scale, is_gate_up=is_gate_up, dtype=dtype)
-
-
-def _pop(module: nn.Module, name: str) -> Tensor | None:
-    tensor: Tensor | None = getattr(module, name, None)
-    if tensor is None:
-        return None
-    delattr(module, name)
-    return tensor.to_dense() if tensor.is_mkldnn else tensor.detach()

@@ -59,6 +59,16 @@ class BlockScaled:
         """fp32 [M, K]."""
         return reference_fp8.dequantize_rows(self.data, self.scale)
 
+    def take(self, rows: Tensor) -> BlockScaled:
+        """Some of the rows.
+
+        Args:
+            rows: i64 [R].
+        """
+        scale = self.scale[:, rows]
+        padded = torch.nn.functional.pad(scale, (0, -len(rows) % 4))
+        return BlockScaled(self.data.view(torch.uint8)[rows].view(self.data.dtype), padded)
+
     @classmethod
     def from_row_major(cls, data: Tensor, scale: Tensor) -> BlockScaled:
         """From scales fp32 [M, ceil(K / 128)] as files hold them: the one place that re-strides."""

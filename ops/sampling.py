@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc, reference
+from ops.quantize import BlockScaled, empty_block_scaled
 
 RAS_TEMPERATURE = 1.0
 RAS_TOP_P = 0.9
@@ -95,8 +96,13 @@ def draw_semantic(
 
 
 def draw_codebook(
-    logits: Tensor, codebook: int, draws: Draws, embeddings: Tensor, codes: Tensor
-) -> Tensor:
+    logits: Tensor,
+    codebook: int,
+    draws: Draws,
+    embeddings: Tensor,
+    codes: Tensor,
+    normed: BlockScaled | None = None,
+) -> tuple[Tensor, BlockScaled | None]:
     """Choose the code of one residual codebook, and make the fast AR's next input.
 
     Args:
@@ -104,17 +110,20 @@ def draw_codebook(
         codebook: 1..K-1.
         embeddings: [V, C], of the fast AR.
         codes: i32 [B, K]; column `codebook` is written.
+        normed: the embeddings after the norm that comes first in the fast AR, [V, C].
 
     Returns:
-        [B, C], the embeddings of the codes.
+        The embeddings of the codes [B, C], and their rows of `normed`.
     """
     if logits.device.type == "cuda":
-        x = embeddings.new_empty(len(draws.slots), embeddings.shape[1])
-        _launch(logits, draws, codebook, codes, embeddings, x)
-        return x
+        num_rows, dim = len(draws.slots), embeddings.shape[1]
+        x = embeddings.new_empty(num_rows, dim)
+        rows = None if normed is None else empty_block_scaled(num_rows, dim, x.device)
+        _launch(logits, draws, codebook, codes, embeddings, x, normed=_normed(normed, rows))
+        return x, rows
     code = codebook_definition(logits, codebook, draws)
     codes[:, codebook] = code
-    return embeddings[code]
+    return embeddings[code], None if normed is None else normed.take(code)
 
 
 class Carried(NamedTuple):
@@ -172,7 +181,25 @@ class _Semantic(NamedTuple):
     hidden: Tensor | None = None
 
 
-_RESIDUAL = _Semantic()
+class _Normed(ctypes.Structure):
+    """`Normed` of sampling.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "table_scales", "out", "scales")),
+        *((name, ctypes.c_int32) for name in ("table_stride", "stride")),
+    )
+
+
+_RESIDUAL, _NO_NORM = _Semantic(), _Normed()
+
+
+def _normed(table: BlockScaled | None, rows: BlockScaled | None) -> _Normed:
+    if table is None or rows is None:
+        return _NO_NORM
+    assert table.shape[1] % 16 == 0, table.shape
+    tensors = (table.data, table.scale, rows.data, rows.scale)
+    strides = table.scale.shape[1], rows.scale.shape[1]
+    return _Normed(*(tensor.data_ptr() for tensor in tensors), *strides)
 
 
 def _launch(
@@ -183,6 +210,7 @@ def _launch(
     embeddings: Tensor,
     x: Tensor,
     semantic: _Semantic = _RESIDUAL,
+    normed: _Normed = _NO_NORM,
 ) -> None:
     num_rows, num_tokens = logits.shape
     assert logits.is_contiguous() and num_tokens <= _MAX_TOKENS, (logits.stride(), num_tokens)
@@ -201,7 +229,7 @@ def _launch(
         (num_rows,),
         (_THREADS,),
         [
-            *(logits, *draws[:6], *semantic, codes, embeddings, x),
+            *(logits, *draws[:6], *semantic, codes, embeddings, x, normed),
             *(ctypes.c_int32(size) for size in sizes),
         ],
     )

@@ -209,17 +209,40 @@ DEVICE void copy_row(bf16* target, const bf16* source, int dim) {
     *reinterpret_cast<uint4*>(target + at) = *reinterpret_cast<const uint4*>(source + at);
 }
 
+// Rows of the table after a norm, as `BlockScaled` has them, and where the drawn ones go; or null.
+struct Normed {
+  const u8* table;
+  const float* table_scales;
+  u8* out;
+  float* scales;
+  int table_stride, stride;  // of scales, from a group of 128 columns to the next
+};
+
+// Threads copy_row leaves idle begin. Scales behind the last row are zeros.
+DEVICE void copy_normed(const Normed& normed, int row, int code, int dim) {
+  const int from_end = THREADS - 1 - threadIdx.x, groups = (dim + 127) / 128;
+  for (int at = from_end * 16; at < dim; at += THREADS * 16)
+    *reinterpret_cast<uint4*>(normed.out + static_cast<i64>(row) * dim + at) =
+        *reinterpret_cast<const uint4*>(normed.table + static_cast<i64>(code) * dim + at);
+  const int num_written = row == gridDim.x - 1 ? normed.stride - row : 1;
+  for (int i = (threadIdx.x + THREADS / 3) % THREADS; i < groups * num_written; i += THREADS) {
+    const int group = i / num_written, behind = i % num_written;
+    normed.scales[static_cast<i64>(group) * normed.stride + row + behind] =
+        behind == 0 ? normed.table_scales[static_cast<i64>(group) * normed.table_stride + code] : 0.f;
+  }
+}
+
 // Grid: (B). Parameters are by slot [N], `slots` and `choice` i64 [B], logits [B, V].
 //   num_ranks_limit: as if top_k were no more. codes i32 [B, num_codebooks], written at `codebook`.
 //   Semantic: window i32 [N, window_len] (at most 32), head_tokens i32 [V], head_codes i64 [V], is_end
 //   bool [B]; x [2 B, dim] gets the hidden state and the code's embedding.
-//   Else these are null, and x [B, dim] gets the code's embedding.
+//   Else these are null, and x [B, dim] gets the code's embedding, and `normed` that after a norm.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     sample(const LOGIT* logits, const i64* slots, const float* temperature, const float* top_p,
            const i32* top_k, const i64* seed, const i32* frame_idx, const i32* window,
            const i32* head_tokens, const i64* head_codes, i64* choice, bool* is_end, const bf16* hidden,
-           i32* codes, const bf16* table, bf16* x, int num_ranks_limit, int window_len, int codebook,
-           int num_codebooks, int dim) {
+           i32* codes, const bf16* table, bf16* x, Normed normed, int num_ranks_limit, int window_len,
+           int codebook, int num_codebooks, int dim) {
   __shared__ Shared shared;
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x < 3) shared.counts = shared.round_counts[threadIdx.x] = 0;
@@ -288,5 +311,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   const i64 target = IS_SEMANTIC ? 2ll * row + 1 : row;
   copy_row(x + target * dim, table + static_cast<i64>(code) * dim, dim);
+  if (!IS_SEMANTIC && normed.table != nullptr) copy_normed(normed, row, code, dim);
   if (IS_SEMANTIC) copy_row(x + 2ll * row * dim, hidden + static_cast<i64>(row) * dim, dim);
 }

@@ -16,7 +16,7 @@ from bench_ttfa.gate_inputs import (
     read_inputs,
 )
 from bench_ttfa.gate_quantised import EMBEDDED, EQUAL_SHARE, RANDOM_KV_BOUND, SURE_LEAD, judge, main
-from model import dual_ar_cuda
+from model import dual_ar_cuda, fused_stack
 from model.embedded import embedded_path
 from model.speech_model import load_speech_model
 from ops import reference_fp8
@@ -82,7 +82,7 @@ def test_8_bit_keys_and_values_are_judged_as_well(model, most):
 def test_the_gate_shuts_on_wrong_scales(side, fault, monkeypatch, capsys):
     """Full speed, wrong logits: the traps that the types make impossible, put back by force."""
     module, name = {
-        "weights": (dual_ar_cuda, "quantize_weight"),
+        "weights": (fused_stack, "quantize_weight"),
         "activations": (reference_fp8, "quantize_rows"),
     }[side]
     quantize, spoil = getattr(module, name), FAULTS[fault]

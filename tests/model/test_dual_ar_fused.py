@@ -10,6 +10,7 @@ from model.frame_state import Riders
 from model.layers import MATRICES, Block
 from model.loader import load_dual_ar
 from model.sampling import SamplingParams
+from model.wide_rows import MOST_NARROW_ROWS
 from ops.quantize import quantize_weight
 from ops.reference_fp8 import dequantize_weight
 from tests.model.goldens import END_ID, GOLDEN, NAMES, golden
@@ -178,7 +179,7 @@ def test_many_rows_go_through_plain_matrices(kind, monkeypatch):
         model = rounded_to_e4m3()
         model.finish_loading()
         monkeypatch.setattr(dual_ar_cuda, "has_room", lambda blocks, rows=most_rows: rows == 2)
-        monkeypatch.setitem(dual_ar_cuda.MOST_NARROW_ROWS, kind, most_rows)
+        monkeypatch.setitem(MOST_NARROW_ROWS, kind, most_rows)
         num_bytes = model.nbytes
         model.use_kernels(kind)
         is_wide = most_rows == 2
@@ -223,10 +224,26 @@ def test_eight_bits_stay_close_when_the_weights_are_exact():
     assert 1e-4 < error < E4M3_ERROR
 
 
+def test_a_code_looks_its_first_norm_up():
+    """The same codes as where a norm is made of what the code looked up."""
+    results = []
+    for has_table in (True, False):
+        model = make_random_model()
+        model.use_kernels("bsfp8")
+        assert model._fused._normed_embeddings is not None
+        if not has_table:
+            model._fused._normed_embeddings = None
+        cache, state = model.new_cache(3, 256), model.new_frame_state(3)
+        for slot in range(3):
+            enter(model, cache, state, slot, random_prompt(20 + slot, slot), HOT)
+        results.append(decode(model, state, [0, 1, 2], cache, 4))
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_a_quantised_model_is_the_model_quantised_on_loading(is_wide, monkeypatch):
     monkeypatch.setattr(dual_ar_cuda, "has_room", lambda blocks: is_wide)
-    monkeypatch.setitem(dual_ar_cuda.MOST_NARROW_ROWS, "bsfp8", 0 if is_wide else 128)
+    monkeypatch.setitem(MOST_NARROW_ROWS, "bsfp8", 0 if is_wide else 128)
     source = rounded_to_e4m3()
     quantised = DualAR(
         embedded_like_config(), torch.device("cpu"), torch.float32, is_quantised=True

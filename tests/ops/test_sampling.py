@@ -6,6 +6,7 @@ import torch
 from model.sampling import FrameSampler
 from ops import nvrtc, reference, sampling
 from ops.embedding import embed_rows
+from ops.quantize import quantize_rows
 from ops.sampling import Carried, Head
 from tests.ops import sampling_cases as cases
 
@@ -63,8 +64,10 @@ def test_drawing_stores_codes_and_looks_up_what_comes_next(batch):
     assert torch.equal(first.x.view(40, 2, 16)[:, 0], hidden)
     assert torch.equal(first.x.view(40, 2, 16)[:, 1], table[head.codes[choice]])
     residual = logits[:, :CODEBOOK_SIZE].contiguous()
-    x = sampling.draw_codebook(residual, 2, batch, table, codes)
+    normed_table = quantize_rows(table.bfloat16())
+    x, normed = sampling.draw_codebook(residual, 2, batch, table, codes, normed_table)
     code = cases.codebook(residual, 2, batch)
+    assert torch.equal(normed.dequantize(), normed_table.dequantize()[code])
     assert torch.equal(x, table[code]) and torch.equal(codes[:, 2].long(), code)
     assert (codes[:, [1, 3]] == -1).all()
 

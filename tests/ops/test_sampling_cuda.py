@@ -9,6 +9,7 @@ import torch
 
 from ops import reference, sampling
 from ops.embedding import embed_rows
+from ops.quantize import quantize_rows
 from ops.sampling import Carried, Draws, Head
 from tests.ops import sampling_cases as cases
 
@@ -135,6 +136,23 @@ def test_garbage_logits_choose_some_token():
 
 
 @pytest.mark.parametrize("num_rows", [1, 5, 64])
+def test_a_drawn_code_brings_its_row_of_a_norm(num_rows):
+    dim, num_entries = 2560, 4096
+    table = torch.randn(num_entries, dim, device="cuda").bfloat16()
+    normed_table = quantize_rows(table)
+    batch, logits = cases.draws(num_rows, 1, "cuda"), logits_of(num_rows, num_entries, 0)
+    codes = torch.full((num_rows, 10), -1, dtype=torch.int32, device="cuda")
+    for _ in range(3):
+        trash = [torch.full((num_rows, dim), torch.nan, device="cuda") for _ in range(4)]
+        del trash  # what is allocated next lies there
+        x, normed = sampling.draw_codebook(logits, 9, batch, table, codes, normed_table)
+        code = codes[:, 9].long()
+        assert torch.equal(x, table[code])
+        assert torch.equal(normed.data.float(), normed_table.data.float()[code])
+        assert torch.equal(normed.scale, normed_table.take(code).scale)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 64])
 def test_drawing_stores_codes_and_looks_up_what_comes_next(num_rows):
     num_tokens, dim, num_codebooks = 4097, 2560, 10
     logits = logits_of(num_rows, num_tokens, 0)
@@ -152,7 +170,7 @@ def test_drawing_stores_codes_and_looks_up_what_comes_next(num_rows):
     assert torch.equal(codes[:, 0].long(), head.codes[choice])
     assert torch.equal(first.x, torch.stack([hidden, table[head.codes[choice]]], 1).flatten(0, 1))
     residual = logits[:, 1:].contiguous()
-    x = sampling.draw_codebook(residual, 9, batch, table, codes)
+    x, _ = sampling.draw_codebook(residual, 9, batch, table, codes)
     code = cases.codebook(residual, 9, batch)
     assert torch.equal(x, table[code]) and torch.equal(codes[:, 9].long(), code)
     assert (codes[:, 1:9] == -1).all()
