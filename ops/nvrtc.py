@@ -36,6 +36,7 @@ Dim = tuple[int, ...]
 _LaunchKey = tuple[Dim, Dim, int, Dim, bool, int]
 _Program = tuple[str, str, tuple[tuple[str, int | str], ...]]  # source, architecture, defines
 
+_MAX_THREADS = 16  # that compile at once
 _MAX_CONFIGS = 4096  # launch shapes remembered per kernel; a server has tens
 _FLAGS = ("-std=c++17", "-lineinfo", "-default-device")
 
@@ -147,7 +148,7 @@ class _Ahead:
     """Programs that are compiled side by side, each once. NVRTC lets other threads run meanwhile."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="plosive-compile")
+        self._pool = ThreadPoolExecutor(_num_threads(), thread_name_prefix="plosive-compile")
         self._jobs: dict[_Program, Future[Any]] = {}
 
     def want(self, program: _Program) -> None:
@@ -158,6 +159,13 @@ class _Ahead:
         self._pool.shutdown()
         for job in self._jobs.values():
             job.result()
+
+
+def _num_threads() -> int:
+    """Each takes 50 MB while it compiles."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return min(num_cores, _MAX_THREADS)
 
 
 @contextlib.contextmanager

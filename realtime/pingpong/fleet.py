@@ -247,13 +247,13 @@ class Fleet:
         self._any_alive().check_voice(voice)
 
     def stats(self) -> dict[str, float]:
-        """Sums; of percentiles the largest."""
+        """Sums; of percentiles, and of what took how long at start, the largest."""
         total: dict[str, float] = {}
         for engine in self._current():
             for name, value in engine.stats().items():
-                is_percentile = name.rpartition("_")[2].startswith("p")
-                known = total.get(name, 0.0)
-                total[name] = max(known, value) if is_percentile else known + value
+                unit, known = name.rpartition("_")[2], total.get(name, 0.0)
+                is_largest = unit.startswith("p") or unit == "s"
+                total[name] = max(known, value) if is_largest else known + value
         num_alive = sum(engine.failure is None for engine in self._current())
         num_restarts = len(self._engines) - len(self._members)
         counts = {"engines": len(self._members), "engines_alive": num_alive}

@@ -98,7 +98,7 @@ def test_launches_ahead_are_compiled_side_by_side_and_once(loaded, monkeypatch):
         loaded.append(program)
 
     monkeypatch.setattr(nvrtc, "_library", load)
-    monkeypatch.setattr(nvrtc.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(nvrtc, "_num_threads", lambda: 2)
     with nvrtc.compiling():
         for scale in (2, 3, 2, 3):
             nvrtc.kernel("add.cu", "add", defines={"SCALE": scale}).launch((1,), (64,), [])

@@ -136,6 +136,15 @@ def test_a_slot_is_placed_once(make_rig) -> None:
     assert rig.engine_of(slot) == home
 
 
+def test_counts_of_engines_are_added_up_and_times_are_not(make_rig, monkeypatch) -> None:
+    rig, own = make_rig(2), [{"steps_total": 3.0, "warm_up_voices_s": 2.0, "wait_ms_p95": 5.0}] * 2
+    own[1] = {"steps_total": 4.0, "warm_up_voices_s": 1.0, "wait_ms_p95": 6.0}
+    for engine, stats in zip(rig.fleet._engines, own, strict=True):
+        monkeypatch.setattr(engine, "stats", lambda stats=stats: stats)
+    stats = rig.fleet.stats()
+    assert [stats[name] for name in own[0]] == [7.0, 2.0, 6.0]
+
+
 def test_a_dead_engine_fails_its_own_sessions_only(tmp_path: Path) -> None:
     engines = [make_engine(tmp_path, num_slots=2) for _ in range(2)]
     fleet, recorder = Fleet(engines), Recorder()
