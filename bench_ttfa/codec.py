@@ -11,14 +11,16 @@ vocode thread does. `realtime_streams` is how many streams play at once if the d
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,42 +66,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args(arguments)
     with torch.inference_mode():
-        record = measure(options.model, options.device, options.batch, options.frames)
-    for line in table(record):
-        print(line)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        for record in measure(options.model, options.device, options.batch, options.frames):
+            calls = record["calls"]
+            print(line_of(calls[-1]) if calls else headline(record), flush=True)
+            if options.json:  # as it grows: capturing a call's graphs takes seconds
+                options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
 def measure(
     model: str, device: str, batches: Sequence[int], frames: Sequence[int]
-) -> dict[str, object]:
+) -> Iterator[dict[str, Any]]:
+    """The record as it grows: first without a call, then with one more each time."""
     codec = build(model, torch.device(device))
-    times = [time_call(codec, device, batch, count) for batch in batches for count in frames]
     plain = build(model, torch.device(device), is_fused=False) if is_dac(codec) else codec
-    return {
+    calls: list[dict[str, Any]] = []
+    record: dict[str, Any] = {
         "model": model,
         "device": device,
         "machine": describe_machine(),
         "software": describe_software(),
         "state_bytes_per_stream": state_bytes(codec),
         "snr_db": round(snr_db(codec, plain, device), 1) if plain is not codec else None,
-        "calls": [asdict(entry) for entry in times],
+        "calls": calls,
     }
+    yield record
+    for batch, count in itertools.product(batches, frames):
+        calls.append(asdict(time_call(codec, device, batch, count)))
+        yield record
 
 
-def table(record: dict[str, object]) -> list[str]:
-    calls = record["calls"]
-    assert isinstance(calls, list), calls
-    lines = [f"{record['model']} on {record['device']}: SNR against fp32 {record['snr_db']} dB"]
-    lines.append("batch frames       us   us hot  host us  frames/s  real-time streams")
-    lines += [
+def headline(record: Mapping[str, Any]) -> str:
+    return (
+        f"{record['model']} on {record['device']}: SNR against fp32 {record['snr_db']} dB\n"
+        "batch frames       us   us hot  host us  frames/s  real-time streams"
+    )
+
+
+def line_of(call: Mapping[str, Any]) -> str:
+    c = call
+    return (
         f"{c['batch']:5d} {c['frames']:6d} {c['us']:8.0f} {c['us_hot']:8.0f} {c['host_us']:8.0f} "
         f"{c['frames_per_s']:9.0f}  {c['realtime_streams']:d}"
-        for c in calls
-    ]
-    return lines
+    )
 
 
 def build(model: str, device: torch.device, *, is_fused: bool | None = None) -> Codec:
