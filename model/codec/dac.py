@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from model.codec.checkpoint import Weights
 from model.codec.config import DacConfig, TransformerConfig
-from model.codec.dac_fused import MAX_PASS_FRAMES, FusedDecoder, fits_kernels, pass_sizes
+from model.codec.dac_fused import MAX_PASS_FRAMES, FusedDecoder, has_kernels, pass_sizes
 from model.codec.dac_layers import (
     CausalConv,
     CausalTransposedConv,
@@ -53,9 +53,8 @@ class DacCodec:
     def __init__(
         self, config: DacConfig, weights: Weights, *, is_fused: bool | None = None
     ) -> None:
-        """`is_fused`: decode over the ops of `ops.codec`; by default on CUDA, if they fit."""
-        if is_fused is None:
-            is_fused = weights.device.type == "cuda" and fits_kernels(config)
+        """`is_fused`: decode over the ops of `ops.codec`; by default where they are kernels."""
+        is_fused = has_kernels(weights.device, config) if is_fused is None else is_fused
         self.config = config
         self.device, self.dtype = weights.device, weights.dtype
         self.sample_rate = config.sample_rate

@@ -37,6 +37,13 @@ def fits_kernels(config: DacConfig) -> bool:
     )
 
 
+def has_kernels(device: torch.device, config: DacConfig) -> bool:
+    """Whether the ops of `ops.codec` are kernels there: on Hopper alone, whose shared memory they fill."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    return fits_kernels(config)
+
+
 def pass_sizes(num_frames: int) -> list[int]:
     """Frames of each pass over a clip: powers of two, as the kernels' tiles want them."""
     sizes, size = [MAX_PASS_FRAMES] * (num_frames // MAX_PASS_FRAMES), MAX_PASS_FRAMES

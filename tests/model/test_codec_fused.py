@@ -11,7 +11,7 @@ import torch
 from model.codec.checkpoint import Weights
 from model.codec.config import DacConfig
 from model.codec.dac import DacCodec
-from model.codec.dac_fused import fits_kernels, pass_sizes
+from model.codec.dac_fused import fits_kernels, has_kernels, pass_sizes
 from tests.model.codec_reference import make_tensors, reference_decode
 
 RAW = {
@@ -63,6 +63,16 @@ def test_passes_are_powers_of_two():
 
 def test_the_s2_codec_fits_the_kernels():
     assert fits_kernels(DacConfig.s2()) and fits_kernels(KERNEL_CONFIG) and not fits_kernels(CONFIG)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_only_hopper_gets_the_kernels(capability, monkeypatch):
+    """Others fail to compile them, or lack the shared memory; plain PyTorch runs there."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    is_hopper = capability == (9, 0)
+    assert has_kernels(torch.device("cuda"), DacConfig.s2()) == is_hopper
+    assert not has_kernels(torch.device("cuda"), CONFIG)
+    assert not has_kernels(torch.device("cpu"), DacConfig.s2())
 
 
 @pytest.mark.parametrize("config", [CONFIG, KERNEL_CONFIG], ids=["small", "kernel"])
