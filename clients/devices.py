@@ -7,6 +7,8 @@ import numpy as np
 
 from clients.decode import Samples
 
+_BLOCK_MS = 10  # of the device that nobody hears
+
 Pull = Callable[[Samples], None]  # fills f32 [num_samples] with the next samples, mono, -1..1
 
 
@@ -74,10 +76,9 @@ class NullDevice:
             assert playing.played_ms <= 100
     """
 
-    def __init__(self, *, block_ms: int = 10) -> None:
+    def __init__(self) -> None:
         self.sample_rate_hz = 0
         self.blocks: list[Samples] = []
-        self._block_ms = block_ms
         self._pull: Pull | None = None
 
     @property
@@ -93,9 +94,9 @@ class NullDevice:
 
     def advance(self, ms: int) -> None:
         """Play `ms` milliseconds, in whole blocks; nothing while it is stopped."""
-        for _ in range(ms // self._block_ms):
+        for _ in range(ms // _BLOCK_MS):
             if self._pull is not None:
-                block = np.empty(self.sample_rate_hz * self._block_ms // 1000, np.float32)
+                block = np.empty(self.sample_rate_hz * _BLOCK_MS // 1000, np.float32)
                 self._pull(block)
                 self.blocks.append(block)
 

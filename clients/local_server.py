@@ -21,6 +21,7 @@ from realtime.errors import ConnectionFailed
 
 SERVE = (sys.executable, "-m", "realtime", "serve")
 STOP_TIMEOUT_S = 10.0
+_READY_TIMEOUT_S = 600.0
 _PROBE_TIMEOUT_S = 0.5
 _POLL_S = 0.1
 _NUM_LAST_LINES = 8
@@ -70,17 +71,15 @@ class LocalServer:
         *,
         on_wait: Callable[[float], None] = lambda _: None,
         command: Sequence[str] | None = None,
-        timeout_s: float = 600.0,
     ) -> None:
         self._command = [*(command or SERVE), "--port", "0", *options]
         self._on_wait = on_wait
-        self._timeout_s = timeout_s
 
     def __enter__(self) -> Self:
         """Start it and wait until it is ready.
 
         Raises:
-            ConnectionFailed: it ended, with its last lines, or is not ready after `timeout_s`.
+            ConnectionFailed: it ended, with its last lines, or is not ready after 10 minutes.
         """
         started_s = time.perf_counter()
         announced, announce = os.pipe()
@@ -137,7 +136,7 @@ class LocalServer:
         while not select.select([reader], [], [], _POLL_S)[0]:
             waited_s = time.perf_counter() - started_s
             self._on_wait(waited_s)
-            if waited_s > self._timeout_s:
+            if waited_s > _READY_TIMEOUT_S:
                 raise ConnectionFailed(
                     f"the local server is not ready after {waited_s:.0f} s:\n{self.last_lines()}"
                 )

@@ -73,7 +73,8 @@ class Player:
         return playback
 
     async def interrupt(self) -> Interruption:
-        """Barge-in: fall silent at once (in a fade of 5 ms), cancel what is played and all that waits behind it.
+        """Barge-in: fall silent at once (in a fade of 5 ms), cancel what is played and all that waits
+        behind it.
 
         The server is told how much of each turn was heard, to the sample, the fade included.
 

@@ -17,8 +17,6 @@ COMMANDS = {
     "quantize": "write an 8-bit checkpoint of a checkpoint",
     "make-checkpoint": "write real files of a published geometry with random weights",
 }
-
-
 OURS = ("realtime", "model", "ops", "clients", "bench_ttfa")
 
 

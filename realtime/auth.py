@@ -7,7 +7,8 @@ refused is refused before the upgrade, in the shape that the clients of the path
 401 without a valid key, 403 for an origin that is not listed, 429 for one session too many.
 
 Without keys a client is its address: that of the socket, or where that is one of `trusted_proxies` the
-last one of `X-Forwarded-For` that is none of them. Unless it is told of proxies, the server believes nobody.
+last one of `X-Forwarded-For` that is none of them. Unless it is told of proxies, the server believes
+nobody.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from realtime.errors import CapacityError, PlosiveError
 from realtime.http_errors import HttpErrors
 from realtime.metrics import Metrics
 from realtime.page_routes import ASSETS_PATH
+from realtime.slow_bodies import discard_body
 
 KEYS_VARIABLE = "PLOSIVE_API_KEYS"
 KEY_SUBPROTOCOL = "plosive.key."
@@ -288,15 +290,5 @@ class Gate:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_DISCARD_S):
-                await _discard_body(receive)
+                await discard_body(receive, _MAX_DISCARDED_BYTES)
         await response(scope, receive, send)
-
-
-async def _discard_body(receive: Receive) -> None:
-    """A client that is cut off while it sends hears no answer."""
-    num_bytes = 0
-    while num_bytes < _MAX_DISCARDED_BYTES:
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if not message.get("more_body", False):
-            return

@@ -1,7 +1,8 @@
 """One client's socket: reads frames, applies the session's actions, writes what waits.
 
-Five tasks in one group: reader, writer, start, text and idle watch. The first to end ends the others; whatever the
-reason, the slot is given up at once. Nothing here waits for another connection or for the engine.
+Five tasks in one group: reader, writer, start, text and idle watch. The first to end ends the others;
+whatever the reason, the slot is given up at once. Nothing here waits for another connection or for the
+engine.
 """
 
 import asyncio
@@ -39,10 +40,9 @@ WRITE_NOW_EXTENSION = "plosive.write_now"
 CUT_EXTENSION = "plosive.cut"  # of `realtime.http_protocol`
 TEXT, BINARY = 0x1, 0x2  # opcodes of RFC 6455
 
-logger = logging.getLogger(__name__)
-
-
 WriteNow = Callable[[Sequence[tuple[int, bytes]]], bool]  # opcodes, messages; False: not written
+
+logger = logging.getLogger(__name__)
 
 
 class Socket(Protocol):
@@ -110,21 +110,20 @@ class Connection:
                 for task in tasks:
                     task.cancel()
         finally:
-            self.apply(self._session.disconnected(time.perf_counter_ns()))
+            self.apply(self._session.disconnected())
 
     def engine_event(self, event: LoopEvent) -> None:
         """An event of this connection's slot, from the egress thread."""
-        now_ns = time.perf_counter_ns()
         if isinstance(event, SlotFailed):  # of whatever generation: the slot cannot go on
             self.fail(EngineError("engine_error", event.message))
         else:
-            self.apply(self._session.engine_event(event, now_ns))
+            self.apply(self._session.engine_event(event, time.perf_counter_ns()))
 
     def shut_down(self, reason: str) -> None:
-        self.apply(self._session.shut_down(reason, time.perf_counter_ns()))
+        self.apply(self._session.shut_down(reason))
 
     def fail(self, error: PlosiveError) -> None:
-        self.apply(self._session.fail(error, time.perf_counter_ns()))
+        self.apply(self._session.fail(error))
 
     # ------------------------------------------------------------------ the session's actions
 
@@ -229,13 +228,12 @@ class Connection:
             if message["type"] == "websocket.disconnect":
                 return
             self._active_s = time.monotonic()
-            now_ns = time.perf_counter_ns()
             text, data = message.get("text"), message.get("bytes")
             if text is not None:
-                self.apply(self._session.receive_text(text, now_ns))
+                self.apply(self._session.receive_text(text, time.perf_counter_ns()))
                 self._text_came.set()
             else:
-                self.apply(self._session.receive_binary(len(data or b""), now_ns))
+                self.apply(self._session.receive_binary(len(data or b"")))
             await self._outbox.wait_for_room()
             await self._commands.wait_until_empty()
             await asyncio.sleep(0)  # a burst of messages must not keep the other clients waiting
@@ -247,7 +245,8 @@ class Connection:
                 async with asyncio.timeout(self._config.write_stall_s):
                     await self._send(item)
             except TimeoutError:
-                return self._close_stalled()
+                self._metrics.errors.labels("client_too_slow").inc()
+                return close_stalled(self._websocket.scope, self._config.write_stall_s)
             if isinstance(item, Closing):
                 return None
             self._outbox.taken(item)
@@ -264,15 +263,6 @@ class Connection:
                     self._session.audio_written(item.turn_id, time.perf_counter_ns())
             case Closing():
                 await self._websocket.close(item.code, item.reason[:120])
-
-    def _close_stalled(self) -> None:
-        """The socket takes nothing, a close frame included: write that one past the flow control
-        where the server offers it, and let the client find it behind what it has not read."""
-        code = "client_too_slow"
-        self._metrics.errors.labels(code).inc()
-        close_now = self._websocket.scope["extensions"].get(ABORT_EXTENSION)
-        if close_now is not None:
-            close_now(CLOSE_CODE[code], f"nothing was read for {self._config.write_stall_s:g} s")
 
     async def _watch_start(self) -> None:
         """Whoever takes a slot says soon what for."""
@@ -310,6 +300,14 @@ class Connection:
             warning = f"the session is idle and closes in {left_s:g} s unless something is sent"
             self._put_message(wire.Warn(code="idle", message=warning))
             self._flush()
+
+
+def close_stalled(scope: MutableMapping[str, Any], stall_s: float) -> None:
+    """The socket takes nothing, a close frame included: write that one past the flow control where the
+    server offers it, and let the client find it behind what it has not read."""
+    close_now = scope["extensions"].get(ABORT_EXTENSION)
+    if close_now is not None:
+        close_now(CLOSE_CODE["client_too_slow"], f"nothing was read for {stall_s:g} s")
 
 
 def _messages(items: Sequence[Text | Audio]) -> Iterator[tuple[int, bytes]]:

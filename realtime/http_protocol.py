@@ -9,10 +9,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from realtime.connection import CUT_EXTENSION
 
-REQUEST_S = (
-    20.0  # between this and twice as long: for a request's head, and for what is left to read
-)
-
+REQUEST_S = 20.0  # to twice as long: for a request's head, and for what is left to read
 CUT_S = 5.0  # for what was sent before an answer was cut to be read
 
 

@@ -45,3 +45,13 @@ class _Body:
         self._deadline_s += len(message.get("body", b"")) / _MIN_BYTES_PER_S
         self._is_complete = not message.get("more_body", False)
         return message
+
+
+async def discard_body(receive: Receive, max_bytes: int) -> None:
+    """For an answer that does not need it: a client that is cut off while it sends hears none."""
+    num_bytes = 0
+    while num_bytes < max_bytes:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return

@@ -12,6 +12,7 @@ from realtime.config import ServerConfig
 from realtime.errors import CapacityError, VoiceError
 from realtime.pingpong.api import Engine
 from realtime.pingpong.messages import VoicePrompt
+from realtime.slow_bodies import discard_body
 from realtime.voices import VoiceStore
 
 PATH = "/v1/voices"
@@ -86,7 +87,7 @@ class VoiceRoutes:
         )
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > max_bytes + _FORM_BYTES:
-            await _discard_body(request)  # a client that is cut off while sending hears no answer
+            await discard_body(request.receive, _MAX_DISCARDED_BYTES)
             raise error
         num_bytes = 0
 
@@ -104,11 +105,3 @@ class VoiceRoutes:
         num_frames = info["num_frames"]
         assert isinstance(num_frames, int)
         return info | {"duration_s": round(num_frames / self._engine.info.frame_rate_hz, 3)}
-
-
-async def _discard_body(request: Request) -> None:
-    num_bytes = 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > _MAX_DISCARDED_BYTES:
-            return

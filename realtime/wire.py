@@ -136,9 +136,8 @@ class EffectiveFormat(_Message):
     sample_rate: int = Field(ge=8_000, le=192_000)
     channels: int = Field(default=1, ge=1, le=8)
     packet_ms: int = Field(default=PACKET_MS, ge=1, le=120)
-    pre_skip_samples: int = Field(
-        default=0, ge=0, le=192_000
-    )  # of every turn, to be dropped after decoding
+    # Of every turn, to be dropped after decoding.
+    pre_skip_samples: int = Field(default=0, ge=0, le=192_000)
     lead_in_ms: int = Field(default=0, ge=0, le=2_000)
 
 

@@ -24,7 +24,7 @@ from realtime.adapters.fish_request import TtsRequest, parse_request, unpack
 from realtime.adapters.fish_voices import Voices
 from realtime.adapters.local import Item, LocalSession
 from realtime.adapters.speech import MAX_LEAD_MS, SpeechEncoder, decode_pcm
-from realtime.connection import ABORT_EXTENSION
+from realtime.connection import close_stalled
 from realtime.errors import CLOSE_CODE, ConnectionLost, PlosiveError
 from realtime.wire import (
     MAX_TEXT_CHARS,
@@ -316,17 +316,11 @@ class LiveSocket:
             async with asyncio.timeout(self._stall_s):
                 await self._websocket.send_bytes(ormsgpack.packb(event))
         except TimeoutError as error:
-            self._close_stalled()
+            close_stalled(self._websocket.scope, self._stall_s)
             raise WebSocketDisconnect(CLOSE_CODE["client_too_slow"]) from error
 
     def _speech_of(self, turn_id: int) -> Speech | None:
         return next((speech for speech in self._speeches if turn_id in speech.turns), None)
-
-    def _close_stalled(self) -> None:
-        close_now = self._websocket.scope["extensions"].get(ABORT_EXTENSION)
-        if close_now is not None:
-            code = CLOSE_CODE["client_too_slow"]
-            close_now(code, f"nothing was read for {self._stall_s:g} s")
 
 
 def _text_of(event: dict[str, Any]) -> str:

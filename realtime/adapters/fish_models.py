@@ -12,7 +12,7 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import FormData
 
-from realtime.adapters.fish_request import Reference, read_json
+from realtime.adapters.fish_request import Reference, invalid_field, read_json
 from realtime.adapters.fish_voices import Voices
 from realtime.adapters.speech import BodyReader
 from realtime.errors import PlosiveError, VoiceError
@@ -247,9 +247,7 @@ def _details(values: dict[str, object]) -> Details:
     try:
         return Details.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"])
-        raise PlosiveError("invalid_field", f"{param}: {first['msg']}", param=param) from error
+        raise invalid_field(error) from error
 
 
 def _references(form: _Form) -> list[Reference]:

@@ -189,11 +189,16 @@ def parse_request(data: dict[str, Any]) -> TtsRequest:
     try:
         request = TtsRequest.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(part) for part in first["loc"]) or "request"
-        raise PlosiveError("invalid_field", f"{param}: {first['msg']}", param=param) from error
+        raise invalid_field(error) from error
     request.rate, request._bitrate()  # refuse early
     return request
+
+
+def invalid_field(error: ValidationError) -> PlosiveError:
+    """The first that is wrong, by its path."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(map(str, first["loc"])) or "request"
+    return PlosiveError("invalid_field", f"{param}: {first['msg']}", param=param)
 
 
 def _checked(param: str, value: int, valid: tuple[int, ...]) -> int:

@@ -226,8 +226,3 @@ class BodyReader:
             raise CapacityError(message, retry_after_s=2.0)
         self._num_large += 1
         return True
-
-
-async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Where bodies are small. Raises PlosiveError `body_too_large`."""
-    return await BodyReader(max_bytes).read(request)

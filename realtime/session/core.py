@@ -6,9 +6,10 @@ moment the input arrived, the clock of the engine's stamps.
     AWAITING_START --session.start--> OPEN --session.close, shut_down--> CLOSING --> CLOSED
     any state --disconnected, fail, SlotFailed--> CLOSED
 
-Turns are spoken in the order of their ids (`realtime.session.conversation`). Each ends in exactly one of `turn.done`, `turn.cancelled` or an `error` with its `turn_id` (which
-also refuses a turn) that does not say `keeps_turn`.
-A turn that is done can still be cancelled while it plays; that is answered by `turn.cancelled`.
+Turns are spoken in the order of their ids (`realtime.session.conversation`). Each ends in exactly one of
+`turn.done`, `turn.cancelled` or an `error` with its `turn_id` (which also refuses a turn) that does not
+say `keeps_turn`. A turn that is done can still be cancelled while it plays; that is answered by
+`turn.cancelled`.
 
 What a client does wrong, and what it gets. Nothing in this table is fatal, nothing is lost but the
 message itself:
@@ -150,7 +151,7 @@ class Session:
                 self._send(error_message(error, keeps_turn=keeps_turn))
         return self._take_actions()
 
-    def receive_binary(self, num_bytes: int, now_ns: int) -> list[Action]:
+    def receive_binary(self, num_bytes: int) -> list[Action]:
         """A binary frame from the client: clients send none."""
         if not self.is_closed:
             self._send(
@@ -180,7 +181,7 @@ class Session:
         if not self.is_closed:
             self._talk.audio_written(turn_id, now_ns)
 
-    def shut_down(self, reason: str, now_ns: int) -> list[Action]:
+    def shut_down(self, reason: str) -> list[Action]:
         """No new turns; close when those that are open have ended. The client may still commit or
         cancel them. The server closes the socket itself when the announced deadline has passed."""
         if self.state in (SessionState.AWAITING_START, SessionState.OPEN):
@@ -188,13 +189,13 @@ class Session:
             self._begin_closing(reason)
         return self._take_actions()
 
-    def fail(self, error: PlosiveError, now_ns: int) -> list[Action]:
+    def fail(self, error: PlosiveError) -> list[Action]:
         """The session cannot go on (the engine refused a command, the client is too slow, ...)."""
         if not self.is_closed:
             self._fail(error)
         return self._take_actions()
 
-    def disconnected(self, now_ns: int) -> list[Action]:
+    def disconnected(self) -> list[Action]:
         """The socket is gone; afterwards nothing has any effect. Harmless after `Close`."""
         if not self.is_closed:
             self._release_slot()

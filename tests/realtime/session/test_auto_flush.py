@@ -105,7 +105,7 @@ def test_nothing_is_due_when_nothing_waits(harness):
     harness.receive("turn.cancel", turn_id=2)
     assert harness.session.auto_flush_ns is None
     harness.receive("text.append", turn_id=3, text="Hello there.")
-    harness.apply(harness.session.disconnected(harness.now_ns))
+    harness.apply(harness.session.disconnected())
     assert harness.session.auto_flush_ns is None
     assert harness.session.auto_flush(harness.now_ns) == []
 

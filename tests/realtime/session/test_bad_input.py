@@ -48,7 +48,7 @@ def test_a_bad_frame_in_the_middle_of_a_turn_loses_nothing(opened, frame, code):
 
 
 def test_a_binary_frame_is_an_error_and_loses_nothing(opened):
-    (error,) = opened.apply(opened.session.receive_binary(1_234, 0))
+    (error,) = opened.apply(opened.session.receive_binary(1_234))
     assert (error.code, error.fatal) == ("binary_not_expected", False)
     assert "1,234" in error.message
     opened.say(1, "Hello.")

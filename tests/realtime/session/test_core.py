@@ -174,13 +174,13 @@ def test_close_with_only_uncommitted_text(opened):
 
 def test_shut_down_lets_open_turns_end(opened):
     opened.receive("text.append", turn_id=1, text="Hello there. And")
-    (closing,) = opened.apply(opened.session.shut_down("shutting_down", 0))
+    (closing,) = opened.apply(opened.session.shut_down("shutting_down"))
     assert (closing.type, closing.reason, closing.deadline_ms) == (
         "session.closing",
         "shutting_down",
         30_000,
     )
-    assert opened.apply(opened.session.shut_down("shutting_down", 0)) == []
+    assert opened.apply(opened.session.shut_down("shutting_down")) == []
     opened.receive("text.append", turn_id=1, text=" bye.")
     opened.receive("turn.commit", turn_id=1)
     assert types(opened.run())[-1] == "turn.done"
@@ -189,14 +189,14 @@ def test_shut_down_lets_open_turns_end(opened):
 
 def test_shut_down_and_then_close_keeps_the_first_reason(opened):
     opened.receive("text.append", turn_id=1, text="Hello")
-    opened.apply(opened.session.shut_down("shutting_down", 0))
+    opened.apply(opened.session.shut_down("shutting_down"))
     opened.receive("session.close")
     assert opened.client.close == Close(1001, "shutting_down")
 
 
 def test_shut_down_before_the_start():
     harness = Harness()
-    assert types(harness.apply(harness.session.shut_down("maintenance", 0))) == ["session.closing"]
+    assert types(harness.apply(harness.session.shut_down("maintenance"))) == ["session.closing"]
     assert harness.client.close == Close(1001, "maintenance")
 
 
@@ -204,10 +204,10 @@ def test_disconnect_frees_the_slot_at_once(opened):
     opened.say(1, "Hello there.")
     opened.run(2)
     before = len(opened.actions)
-    assert opened.apply(opened.session.disconnected(0)) == []
+    assert opened.apply(opened.session.disconnected()) == []
     bump, submit = opened.actions[before:]
     assert bump == Bump(SlotRef(2, 6)) and submit.command.slot == SlotRef(2, 6)
-    assert opened.session.disconnected(0) == []
+    assert opened.session.disconnected() == []
 
 
 def test_nothing_has_effect_after_the_end(opened):
@@ -215,11 +215,11 @@ def test_nothing_has_effect_after_the_end(opened):
     session, slot = opened.session, opened.slot
     assert session.receive_text('{"type":"session.start"}', 0) == []
     assert session.receive_text("{", 0) == []
-    assert session.receive_binary(3, 0) == []
+    assert session.receive_binary(3) == []
     assert session.engine_event(SlotReady(slot, 1.0, True), 0) == []
-    assert session.shut_down("shutting_down", 0) == []
-    assert session.fail(EngineError("engine_error", "late"), 0) == []
-    assert session.disconnected(0) == []
+    assert session.shut_down("shutting_down") == []
+    assert session.fail(EngineError("engine_error", "late")) == []
+    assert session.disconnected() == []
 
 
 def test_a_failed_slot_ends_every_turn_and_the_session(opened):
@@ -239,7 +239,7 @@ def test_a_failed_slot_ends_every_turn_and_the_session(opened):
     [("engine_overloaded", 1011), ("client_too_slow", 4001), ("idle_timeout", 4000)],
 )
 def test_the_server_can_fail_a_session(opened, code, close_code):
-    (error,) = opened.apply(opened.session.fail(PlosiveError(code, "why"), 0))
+    (error,) = opened.apply(opened.session.fail(PlosiveError(code, "why")))
     assert (error.code, error.message, error.fatal) == (code, "why", True)
     assert opened.client.close == Close(close_code, code)
 

@@ -87,7 +87,7 @@ class Script:
             case 2:
                 assert types(self.harness.receive("session.start")) == ["error"]
             case 3:
-                self.harness.apply(self.harness.session.receive_binary(1, 0))
+                self.harness.apply(self.harness.session.receive_binary(1))
 
 
 def whole(text: str) -> str:
@@ -105,10 +105,10 @@ def test_every_turn_ends_once_and_no_text_is_lost(seed):
     script.run()
     harness, client = script.harness, script.harness.client
     if seed % 4 == 0:
-        harness.apply(harness.session.disconnected(harness.now_ns))
+        harness.apply(harness.session.disconnected())
         assert harness.engine.is_closed and not harness.session.num_turns
     elif seed % 4 == 1:
-        harness.apply(harness.session.shut_down("shutting_down", harness.now_ns))
+        harness.apply(harness.session.shut_down("shutting_down"))
         for turn_id in script.sent:
             harness.receive("turn.commit", turn_id=turn_id)
         harness.run()

@@ -158,7 +158,7 @@ def test_text_that_is_refused_for_its_turn_costs_nothing():
     for turn_id, code in ((1, "turn_id_used"), (3, "too_many_turns")):
         (error,) = harness.receive("text.append", turn_id=turn_id, text="a " * 45)
         assert (error.code, error.keeps_turn) == (code, False)
-    harness.apply(harness.session.shut_down("shutting_down", harness.now_ns))
+    harness.apply(harness.session.shut_down("shutting_down"))
     (error,) = harness.receive("text.append", turn_id=4, text="a " * 45)
     assert error.code == "session_closing"
     assert harness.receive("text.append", turn_id=2, text="a " * 45) == []
