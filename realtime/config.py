@@ -45,9 +45,24 @@ _network, _model, _limit, _timeout, _operation = (
 
 _MAX_SLOTS = 1_000_000  # a table of more takes seconds and gigabytes by itself
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or several with commas between: one engine for each'
-_PROCESSES = ("auto", "yes", "no")
-_FORMATS = ("auto", "bf16", "bsfp8", "eager")
-_KV_FORMATS = ("bf16", "fp8")
+
+_LEAST = {
+    **dict.fromkeys(("max_context", "max_voices", "max_clip_bytes", "high_water_ms"), 1),
+    **dict.fromkeys(("num_threads", "max_sessions_per_client", "encode_processes"), 0),
+    **dict.fromkeys(("max_text_chars_per_s", "max_client_text_chars_per_s", "auto_flush_ms"), 0),
+    **dict.fromkeys(("ping_timeout_s", "idle_warning_s", "drain_s"), 0),
+    "max_lead_cap_ms": 40,
+}
+_POSITIVE = (
+    *("max_clip_s", "write_stall_s", "start_timeout_s", "body_timeout_s"),
+    *("idle_timeout_s", "ping_interval_s"),
+)
+_ONE_OF = {
+    "format": ("auto", "bf16", "bsfp8", "eager"),
+    "kv_format": ("bf16", "fp8"),
+    "engine_process": ("auto", "yes", "no"),
+    "log_level": ("critical", "error", "warning", "info", "debug"),
+}
 
 
 def is_device(name: str) -> bool:
@@ -165,24 +180,19 @@ class ServerConfig:
     log_level: str = _operation("warning", "critical, error, warning, info or debug")
 
     def __post_init__(self) -> None:
-        self._check(
-            "max_slots",
-            self.max_slots is None or 1 <= self.max_slots <= _MAX_SLOTS,
-            f"1 to {_MAX_SLOTS}",
-        )
-        for name in ("max_context", "max_voices", "max_clip_bytes", "high_water_ms"):
-            self._check(name, getattr(self, name) >= 1, "at least 1")
-        self._check("format", self.format in _FORMATS, "one of " + ", ".join(_FORMATS))
-        self._check("kv_format", self.kv_format in _KV_FORMATS, "one of " + ", ".join(_KV_FORMATS))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            self._check(name, value is None or value >= least, f"{least} or more")
+        for name in _POSITIVE:
+            self._check(name, getattr(self, name) > 0, "more than 0")
+        for name, valid in _ONE_OF.items():
+            self._check(name, getattr(self, name) in valid, f"one of {', '.join(valid)}")
+        num_slots = self.max_slots
+        is_in_range = num_slots is None or 1 <= num_slots <= _MAX_SLOTS
+        self._check("max_slots", is_in_range, f"1 to {_MAX_SLOTS}")
         self._check("kv_fraction", 0 < self.kv_fraction <= 1, "more than 0, at most 1")
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
         self._check("device", is_device(self.device), DEVICES)
-        self._check("engine_process", self.engine_process in _PROCESSES, "one of auto, yes, no")
-        num_processes = self.encode_processes
-        self._check("encode_processes", num_processes is None or num_processes >= 0, "0 or more")
-        counts = ("max_sessions_per_client", "max_text_chars_per_s", "auto_flush_ms")
-        for name in ("num_threads", *counts):
-            self._check(name, getattr(self, name) >= 0, "0 or more")
         has_urls = all("://" in origin or origin == "null" for origin in self.origins())
         self._check("allowed_origins", has_urls, "origins like https://example.org")
         self._check(
@@ -192,22 +202,10 @@ class ServerConfig:
         )
         has_certificate = self.ssl_certfile is not None or self.ssl_keyfile is None
         self._check("ssl_keyfile", has_certificate, "an --ssl-certfile beside it")
-        self._check("max_lead_cap_ms", self.max_lead_cap_ms >= 40, "at least 40")
         cap_ms = self.max_lead_cap_ms
         self._check("max_lead_ms", 40 <= self.max_lead_ms <= cap_ms, f"40 to {cap_ms}")
         top_ms = self.high_water_ms
         self._check("low_water_ms", 0 <= self.low_water_ms < top_ms, f"0 to below {top_ms}")
-        for name in ("max_clip_s", "write_stall_s", "start_timeout_s", "body_timeout_s"):
-            self._check(name, getattr(self, name) > 0, "more than 0")
-        for name in ("idle_timeout_s", "ping_interval_s"):
-            self._check(name, getattr(self, name) > 0, "more than 0")
-        for name in ("ping_timeout_s", "idle_warning_s", "drain_s"):
-            self._check(name, getattr(self, name) >= 0, "0 or more")
-        client_rate = self.max_client_text_chars_per_s
-        is_rate = client_rate is None or client_rate >= 0
-        self._check("max_client_text_chars_per_s", is_rate, "0 or more")
-        levels = ("critical", "error", "warning", "info", "debug")
-        self._check("log_level", self.log_level in levels, "one of " + ", ".join(levels))
 
     def _check(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
@@ -240,7 +238,7 @@ class ServerConfig:
 # ---------------------------------------------------------------------------- generated from it
 
 
-def add_arguments(parser: argparse.ArgumentParser, config_type: type[ServerConfig]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One `--option` per field, in groups, with the field's help text and default."""
     parser.usage = "%(prog)s [--OPTION VALUE ...]"
     parser.epilog = (
@@ -248,7 +246,7 @@ def add_arguments(parser: argparse.ArgumentParser, config_type: type[ServerConfi
         "The command line wins."
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for option in dataclasses.fields(config_type):
+    for option in dataclasses.fields(ServerConfig):
         title: str = option.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
@@ -256,8 +254,8 @@ def add_arguments(parser: argparse.ArgumentParser, config_type: type[ServerConfi
             _flag(option.name),
             dest=option.name,
             default=argparse.SUPPRESS,  # so that the environment is asked before the default
-            metavar=_metavar(config_type, option.name),
-            type=_parser_of(config_type, option.name),
+            metavar=_metavar(option.name),
+            type=_parser_of(option.name),
             help=_help(option),
         )
 
@@ -266,7 +264,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _metavar(config_type: type[ServerConfig], name: str) -> str:
+def _metavar(name: str) -> str:
     """The unit where the name ends in one, else what kind of thing it is."""
     last = name.rpartition("_")[2]
     if last == "s" and not name.endswith("_per_s"):
@@ -274,7 +272,7 @@ def _metavar(config_type: type[ServerConfig], name: str) -> str:
     if last in ("ms", "bytes", "fd", "file", "dir", "port"):
         return last.upper()
     kinds: dict[Any, str] = {_int: "N", _float: "X", _bool: "yes|no"}
-    return kinds.get(_parser_of(config_type, name), last.upper())
+    return kinds.get(_parser_of(name), last.upper())
 
 
 def _help(option: "dataclasses.Field[Any]") -> str:
@@ -288,21 +286,17 @@ def _help(option: "dataclasses.Field[Any]") -> str:
     return (text + shown).replace("%", "%%")
 
 
-def from_args(
-    args: argparse.Namespace,
-    config_type: type[ServerConfig] = ServerConfig,
-    environ: Mapping[str, str] | None = None,
-) -> ServerConfig:
+def from_args(args: argparse.Namespace, environ: Mapping[str, str] | None = None) -> ServerConfig:
     """Command line over environment over defaults.
 
     Raises:
         ConfigError: an unknown `PLOSIVE_*` variable, or a value out of range.
     """
     environ = os.environ if environ is None else environ
-    fields = dataclasses.fields(config_type)
+    fields = dataclasses.fields(ServerConfig)
     given = {f.name: vars(args)[f.name] for f in fields if f.name in vars(args)}
     try:
-        return config_type(**_from_environ(config_type, environ) | given)
+        return ServerConfig(**_from_environ(environ) | given)
     except ConfigError as error:
         if error.param is None:
             raise
@@ -312,8 +306,8 @@ def from_args(
         raise ConfigError(message=f"{source}: {why}", param=name) from None
 
 
-def _from_environ(config_type: type[ServerConfig], environ: Mapping[str, str]) -> dict[str, Any]:
-    names = {ENV_PREFIX + f.name.upper(): f.name for f in dataclasses.fields(config_type)}
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    names = {ENV_PREFIX + f.name.upper(): f.name for f in dataclasses.fields(ServerConfig)}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX) or variable in OTHER_ENV:
@@ -323,15 +317,15 @@ def _from_environ(config_type: type[ServerConfig], environ: Mapping[str, str]) -
             raise ConfigError(message=f"unknown environment variable {variable}; valid: {valid}")
         name = names[variable]
         try:
-            values[name] = _parser_of(config_type, name)(text)
+            values[name] = _parser_of(name)(text)
         except argparse.ArgumentTypeError as error:
             raise ConfigError(message=f"{name}: {error}", param=name) from None
     return values
 
 
-def _parser_of(config_type: type[ServerConfig], name: str) -> Callable[[str], Any]:
+def _parser_of(name: str) -> Callable[[str], Any]:
     """Of the field's type without `None`. Raises ArgumentTypeError, whose text argparse shows."""
-    hint = typing.get_type_hints(config_type)[name]
+    hint = typing.get_type_hints(ServerConfig)[name]
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     parsers: dict[Any, Callable[[str], Any]] = {

@@ -56,7 +56,7 @@ _WORTH_A_LINE_BYTES = 10**9  # of weights: loading them takes seconds, which are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_arguments(parser, ServerConfig)
+    options.add_arguments(parser)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = f"{EXAMPLES}\n{textwrap.fill(parser.epilog or '', 79)}"
 

@@ -10,8 +10,8 @@ from realtime.config import ConfigError, ServerConfig, add_arguments, from_args
 
 def parse(*argv: str, **environ: str) -> ServerConfig:
     parser = argparse.ArgumentParser()
-    add_arguments(parser, ServerConfig)
-    return from_args(parser.parse_args(argv), ServerConfig, environ)
+    add_arguments(parser)
+    return from_args(parser.parse_args(argv), environ)
 
 
 def test_defaults() -> None:

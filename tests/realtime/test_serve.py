@@ -39,7 +39,7 @@ from tests.realtime.support import make_engine
 from realtime.config import add_arguments, from_args
 folder, frame_s, error = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 parser = argparse.ArgumentParser()
-add_arguments(parser, ServerConfig)
+add_arguments(parser)
 config = from_args(parser.parse_args([*sys.argv[4:], "--voices-dir", str(folder / "v")]))
 def make(config):
     engine = make_engine(folder, frame_s=frame_s)
