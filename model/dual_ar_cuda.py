@@ -108,7 +108,8 @@ class FusedDualAR:
 
         x = self._embed(rows, None)
         *blocks, last = self._slow.blocks(len(x))
-        x, normed = run_blocks(blocks, x, attend)
+        norm = (last.attention_norm, last.kind)
+        x, normed = run_blocks(blocks, x, attend, last_norm=norm)
         qkv = last.project(x, normed) if isinstance(last, FusedBlock) else last.project(x)
         append(len(blocks), last, qkv)
 
@@ -221,9 +222,12 @@ class FusedDualAR:
             if on_tail is not None and codebook == max(1, self._num_codebooks - _TAIL_PASSES):
                 on_tail()
             attend = self._frame_attend(state, start, codebook + 1 - start)
-            x = self._fast.forward(x, attend, normed)
-            last = x.view(num_rows, -1, x.shape[1])[:, -1]
-            logits = linear(self._fast.norm_for_head(last), self._code_head)
+            if start == 0:
+                last = self._fast.forward(x, attend).view(num_rows, 2, -1)[:, 1]
+                hidden = self._fast.norm_for_head(last)
+            else:
+                hidden = self._fast.forward_for_head(x, attend, normed)
+            logits = linear(hidden, self._code_head)
             x, normed = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes, table)
             start = codebook + 1
 

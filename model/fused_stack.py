@@ -35,17 +35,14 @@ from ops.quantize import (
 
 # [M, H * D]
 Attended = Activation | PendingAttention
+NextNorm = tuple[Tensor, Kind]  # its weight, and as what kind of linear takes it
 # (layer, block, qkv [M, H + 2 H_kv, D])
 Attend = Callable[[int, "FusedBlock | WideBlock", Tensor], Attended]
 
 
 @dataclass(frozen=True, slots=True)
 class FusedBlock:
-    """A block with packed matrices; its own are freed.
-
-    Attributes:
-        next_norm: `attention_norm` of the block after it.
-    """
+    """A block with packed matrices; its own are freed."""
 
     config: StackConfig
     kind: Kind
@@ -58,10 +55,9 @@ class FusedBlock:
     ffn_norm: Tensor
     gate_up: PackedWeight
     down: PackedWeight
-    next_norm: Tensor | None
 
     @classmethod
-    def take(cls, block: Block, next_norm: Tensor | None, kind: Kind) -> FusedBlock:
+    def take(cls, block: Block, kind: Kind) -> FusedBlock:
         dtype = block.attention_norm.dtype
         return cls(
             config=block.config,
@@ -75,7 +71,6 @@ class FusedBlock:
             ffn_norm=block.ffn_norm,
             gate_up=take_packed(block, "gate_up", kind, dtype, is_gate_up=True),
             down=take_packed(block, "down", kind, dtype),
-            next_norm=next_norm,
         )
 
     def project(self, x: Tensor, normed: Input | None = None) -> Tensor:
@@ -96,17 +91,23 @@ class FusedBlock:
         normed: Input | None,
         layer: int,
         attend: Callable[[int, FusedBlock, Tensor], Attended],
+        next_norm: NextNorm | None,
     ) -> tuple[Tensor, Input | None]:
-        """[M, C] -> [M, C], and `normed` of the next block, see `project`."""
+        """[M, C] -> [M, C], and that after the next norm.
+
+        Args:
+            normed: see `project`.
+        """
         eps = self.config.norm_eps
         attended = attend(layer, self, self.project(x, normed))
         x, normed = attended_linear_and_norm(
             attended, self.wo, self.ffn_norm, eps, bias=self.o_bias, residual=x
         )
         hidden = gate_up_swiglu(normed, self.gate_up)
-        if self.next_norm is None:
+        if next_norm is None:
             return linear(hidden, self.down, residual=x), None
-        return linear_and_norm(hidden, self.down, self.next_norm, eps, residual=x)
+        weight, kind = next_norm
+        return linear_and_norm(hidden, self.down, weight, eps, residual=x, norm_kind=kind)
 
 
 class FusedStack:
@@ -120,12 +121,11 @@ class FusedStack:
         self._wide: list[WideBlock] = []
         self._most_narrow_rows = MOST_NARROW_ROWS[kind]
         # One after the other: a block is freed before the next is packed.
-        blocks = [block for block in stack.layers if isinstance(block, Block)]
-        next_norms = [*(block.attention_norm for block in blocks[1:]), None]
-        for block, next_norm in zip(blocks, next_norms, strict=True):
+        for block in stack.layers:
+            assert isinstance(block, Block)
             if has_wide:
                 self._wide.append(WideBlock.of(block, kind))
-            self._fused.append(FusedBlock.take(block, next_norm, kind))
+            self._fused.append(FusedBlock.take(block, kind))
 
     @property
     def nbytes(self) -> int:
@@ -139,14 +139,20 @@ class FusedStack:
         """Those that run so many rows fastest."""
         return self._wide if self._wide and num_rows > self._most_narrow_rows else self._fused
 
-    def forward(self, x: Tensor, attend: Attend, normed: Input | None = None) -> Tensor:
-        """[M, C] -> [M, C], before the final norm.
+    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+        """[M, C] -> [M, C], before the final norm."""
+        x, _ = run_blocks(self.blocks(len(x)), x, attend)
+        return x
+
+    def forward_for_head(self, x: Tensor, attend: Attend, normed: Input | None) -> Input:
+        """[M, C] -> [M, C], after the final norm, for a head alone.
 
         Args:
             normed: see `FusedBlock.project`, of the first block.
         """
-        x, _ = run_blocks(self.blocks(len(x)), x, attend, normed)
-        return x
+        norm: NextNorm = (self.norm, "bf16")
+        x, normed = run_blocks(self.blocks(len(x)), x, attend, normed, norm)
+        return self.norm_for_head(x) if normed is None else normed
 
     def norm_for_first(self, x: Tensor) -> Activation:
         """[M, C] after the first block's norm."""
@@ -169,13 +175,20 @@ def run_blocks(
     x: Tensor,
     attend: Attend,
     normed: Input | None = None,
+    last_norm: NextNorm | None = None,
 ) -> tuple[Tensor, Input | None]:
-    """[M, C] -> [M, C], and that as the block after these takes it, if they have made that."""
-    for layer, block in enumerate(blocks):
+    """[M, C] -> [M, C], and that after the last norm if the blocks make it.
+
+    Args:
+        normed: see `FusedBlock.project`, of the first block.
+        last_norm: what follows these blocks.
+    """
+    norms: list[NextNorm | None] = [(block.attention_norm, block.kind) for block in blocks[1:]]
+    for layer, (block, norm) in enumerate(zip(blocks, [*norms, last_norm], strict=True)):
         if isinstance(block, WideBlock):
-            x = block.forward(x, layer, attend)
+            x, normed = block.forward(x, layer, attend), None
         else:
-            x, normed = block.forward(x, normed, layer, attend)
+            x, normed = block.forward(x, normed, layer, attend, norm)
     return x, normed
 
 

@@ -83,25 +83,28 @@ def linear_and_norm(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
+    norm_kind: Kind | None = None,
 ) -> tuple[Tensor, Input]:
-    """`linear`, and its RMSNorm as the next linear of a weight of the same kind takes it.
+    """`linear`, and its RMSNorm as the next linear takes it.
 
     Args:
         norm: weight of the norm, [N].
+        norm_kind: of the next linear's weight; that of `weight` by default.
     """
+    kind = norm_kind or weight.kind
     num_rows, num_features = x.shape[0], weight.out_features
     plan = plan_for(weight.kind, num_rows, num_features, weight.in_features)
     is_fp8 = weight.kind == "bsfp8"
-    is_on = x.device.type != "cuda" or _NORMS != "0"
+    is_on = x.device.type != "cuda" or ("1" if kind == "bsfp8" else "2") <= _NORMS
     if not (isinstance(plan, WidePlan) and plan.can_norm(is_fp8, num_features) and is_on):
         out = linear(x, weight, bias=bias, residual=residual)
-        return out, norm_for_linear(out, norm, eps, weight.kind)
+        return out, norm_for_linear(out, norm, eps, kind)
     if x.device.type != "cuda":
         out = linear(x, weight, bias=bias, residual=residual)
-        return out, unscaled_norm(out, norm, eps)
+        return out, unscaled_norm(out, norm, eps, kind)
     out = torch.empty(num_rows, num_features, dtype=torch.bfloat16, device=x.device)
-    normed = empty_unscaled_norm(num_rows, num_features, eps, x.device)
-    plan = replace(plan, norms=True)
+    normed = empty_unscaled_norm(num_rows, num_features, eps, x.device, kind)
+    plan = replace(plan, norms=kind)
     launch(x, weight, out, bias=bias, residual=residual, plan=plan, norm=(norm, normed))
     return out, normed
 
@@ -132,8 +135,10 @@ def _product(x: Input, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         x = x.run()
     if isinstance(x, Tensor):
         return reference.linear(x, weight.data, bias)
-    assert weight.scale is not None
-    matrix = reference_fp8.dequantize_weight(weight.data, weight.scale)
+    if weight.scale is None:
+        matrix = unpack(weight).float()
+    else:
+        matrix = reference_fp8.dequantize_weight(weight.data, weight.scale)
     return F.linear(x.dequantize(), matrix, None if bias is None else bias.float()).to(weight.dtype)
 
 
@@ -290,7 +295,9 @@ def _norms(x: Input, norm: tuple[Tensor, UnscaledNorm] | None) -> _Norms:
     if norm is not None:
         weight, new = norm
         norms.weight, norms.values = weight.data_ptr(), new.rows.data.data_ptr()
-        norms.scales, norms.new_squares = new.rows.scale.data_ptr(), new.squares.data_ptr()
+        norms.new_squares = new.squares.data_ptr()
+        if isinstance(new.rows, BlockScaled):
+            norms.scales = new.rows.scale.data_ptr()
     return norms
 
 

@@ -128,7 +128,7 @@ class WidePlan:
         batch: K tiles in straight code, products of 8 bits overlapping.
         producers: threads that load: 32, or 128, whose registers go to two warpgroups that sum.
         scales_rows: x lacks the factors of its norm, which the sums are multiplied by.
-        norms: the next norm is made as well, but for these factors.
+        norms: the next norm is made as well, of this kind, but for these factors.
     """
 
     width: int
@@ -142,7 +142,7 @@ class WidePlan:
     batch: int = 1
     producers: int = 32
     scales_rows: bool = False
-    norms: bool = False
+    norms: Kind | None = None
     shared: int = 1
 
     kernel: ClassVar[str] = "linear_wide"
@@ -176,7 +176,7 @@ class WidePlan:
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "BATCH": self.batch,
             "PRODUCERS": self.producers,
-            "NORMS": int(self.norms),
+            "NORMS": {None: 0, "bsfp8": 1, "bf16": 2}[self.norms],
             "SCALES_ROWS": int(self.scales_rows),
             "IN_FEATURES": in_features if self.scales_rows else 0,
         }

@@ -52,7 +52,7 @@ def test_a_wide_block_is_the_fused_one(kind):
     is_scaled = kind == "bsfp8" and multiplies_scaled(device, CONFIG.dim, CONFIG.q_dim)
     assert wide.kind == ("bsfp8" if is_scaled else "bf16")
     assert len(wide.matrices) == (8 if is_scaled else 4)
-    fused = FusedBlock.take(block, None, kind)
+    fused = FusedBlock.take(block, kind)
     for num_rows in (129, 256, 510):
         x = torch.randn(num_rows, CONFIG.dim, device=device).bfloat16()
         expected, out = fused.forward(x, 0, attend).double(), wide.forward(x, 0, attend).double()
