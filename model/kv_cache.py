@@ -125,7 +125,7 @@ class KVCache:
         return self._table.of(slot)
 
     def assign(self, slot: int, pages: Sequence[int]) -> None:
-        """Give a slot its pages, in stream order; called by the thread that owns the slot."""
+        """Give a slot its pages, in stream order; called by one thread alone."""
         self._table.assign(slot, pages)
 
     def copy_page(self, source: int, target: int, num_positions: int) -> None:

@@ -62,7 +62,7 @@ class PageTable:
 
     State schema: `on_device` i32 [num_slots + 1, max_pages], 0 where there is no page. Row
     `num_slots` is a slot that never has one, for rows that only pad a batch.
-    A slot's row is written by the thread that owns the slot.
+    One thread writes it, prefill's in a server: rows that are under way share pinned memory.
     """
 
     def __init__(self, num_slots: int, max_pages: int, device: torch.device) -> None:

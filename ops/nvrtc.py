@@ -298,7 +298,21 @@ def _driver_error(status: Any) -> str:
 @functools.cache
 def _library(source: str, arch: str, defines: tuple[tuple[str, int | str], ...]) -> Any:
     cubin = compile_source(source, arch, dict(defines))
-    return _check(_driver().cuLibraryLoadData(cubin, [], [], 0, [], [], 0))
+    status, library = _driver().cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
+    if status != 0:
+        raise KernelError(f"{source}: {_driver_error(status)}{_old_driver()}")
+    return library
+
+
+def _old_driver() -> str:
+    """Why the driver may refuse what NVRTC has made, and what to do; nothing if it is new enough."""
+    version, needed = _driver().cuDriverGetVersion()[1], _compiler_version()[0]
+    if version // 1000 >= needed:
+        return ""
+    return (
+        f"; the driver is of CUDA {version // 1000}.{version % 1000 // 10}, and kernels compiled by "
+        f"NVRTC {needed} need one of CUDA {needed}"
+    )
 
 
 @functools.cache

@@ -77,11 +77,15 @@ template <int D, int QUERIES, int MOST>
 struct Exchange {
   // Queries that meet in one CTA, times warps: most for one CTA or for all.
   static constexpr int most(int active) {
-    return active > MOST || active * WARPS > 32 ? 0 : active * WARPS * ((QUERIES + active - 1) / active);
+    return active * WARPS > 32 ? 0 : active * WARPS * ((QUERIES + active - 1) / active);
   }
-  static constexpr int larger(int a, int b) { return a > b ? a : b; }
-  static constexpr int CAPACITY = larger(larger(most(1), most(2)), larger(most(4), larger(
-      larger(most(3), most(5)), larger(most(6), larger(most(7), most(8))))));
+  static constexpr int most_of_all() {
+    int capacity = 0;
+    for (int active = 1; active <= MOST; active++)
+      if (most(active) > capacity) capacity = most(active);
+    return capacity;
+  }
+  static constexpr int CAPACITY = most_of_all();
   struct Storage {
     float sums[CAPACITY][D];
     float2 states[CAPACITY];

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +70,23 @@ def test_a_cache_that_cannot_be_written_is_done_without(sources, monkeypatch):
 def test_an_error_carries_the_compilers_words(sources):
     with pytest.raises(nvrtc.KernelError, match='add.cu.*\n.*identifier "SCALE" is undefined'):
         nvrtc.compile_source("add.cu", "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("version", "told"), [(12_080, "the driver is of CUDA 12.8"), (13_000, "")]
+)
+def test_a_driver_that_is_too_old_is_named(sources, monkeypatch, version, told):
+    driver = SimpleNamespace(
+        cuLibraryLoadData=lambda *_: (200, None),
+        cuGetErrorString=lambda status: (0, b"device kernel image is invalid"),
+        cuDriverGetVersion=lambda: (0, version),
+    )
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver)
+    monkeypatch.setattr(nvrtc, "_compiler_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "compile_source", lambda *_: b"cubin")
+    with pytest.raises(nvrtc.KernelError, match="image is invalid") as raised:
+        nvrtc._library.__wrapped__("add.cu", "sm_90a", ())
+    assert told in str(raised.value) and ("need one of CUDA 13" in str(raised.value)) == bool(told)
 
 
 def test_the_same_kernel_is_one_object(sources):
