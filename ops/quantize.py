@@ -31,7 +31,7 @@ class BlockScaled:
     Attributes:
         data: e4m3 [M, K], contiguous.
         scale: fp32 [ceil(K / 128), M rounded up to 4], contiguous: K-major, one run of M scales per
-            group of columns. What lies behind row M is not read.
+            group of columns. What lies behind row M counts for nothing.
     """
 
     data: Tensor

@@ -15,8 +15,10 @@ using u8 = unsigned char;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Waits until the kernels before this one have finished and their writes are visible. Only weights
-// and tables, which no kernel writes, may be read before it.
+// Waits until the kernels before this one have finished and their writes are visible. Before it, nothing
+// is written, and read is what no kernel writes, or what was written before the last kernel that waits
+// first and then lets its successor start (embed_rows, rope_append, samplers, advance): a fence in the
+// chain, which IS_CHAINED says lies there.
 DEVICE void wait_for_previous_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel start to fill its pipeline; it still waits for this one's end before it

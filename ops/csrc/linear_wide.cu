@@ -3,8 +3,8 @@
 //
 // x is the left operand, 64 rows per warpgroup; the weights are the right one, WIDTH of their rows per
 // warpgroup. A CTA takes 64 * ROW_GROUPS rows of x and kWidth = WIDTH * COL_GROUPS of the weight: any
-// multiple of 16, so that a matrix is cut into about as many equal parts as there are SMs, and an SM
-// reads x once for all of its part. CTAs (x, 0), (x, 1), ... take the rows of x.
+// multiple of 8 (with gate and up, of 16), so that a matrix is cut into about as many equal parts as
+// there are SMs, and an SM reads x once for all of its part. CTAs (x, 0), (x, 1), ... take the rows of x.
 //
 // A cluster of SPLIT CTAs shares a tile's K; the partial sums meet in shared memory, summed in the
 // order of the ranks, so that a result never varies. What is fetched before

@@ -83,6 +83,7 @@ DEVICE constexpr int unit_of_scale(int scale) {
 }
 
 // CTAs of a cluster send each other's exchange bytes that its barrier counts; before, all of them run.
+// Every thread of every CTA calls the four, from `announce` to `leave_exchange`, once and in this order.
 DEVICE void announce() {
   if (kCluster > 1) cluster_arrive_relaxed();
 }
