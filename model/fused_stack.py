@@ -183,8 +183,9 @@ def run_blocks(
         normed: see `FusedBlock.project`, of the first block.
         last_norm: what follows these blocks.
     """
-    norms: list[NextNorm | None] = [(block.attention_norm, block.kind) for block in blocks[1:]]
-    for layer, (block, norm) in enumerate(zip(blocks, [*norms, last_norm], strict=True)):
+    next_norms = [(block.attention_norm, block.kind) for block in blocks[1:]]
+    for layer, block in enumerate(blocks):
+        norm = next_norms[layer] if layer < len(next_norms) else last_norm
         if isinstance(block, WideBlock):
             x, normed = block.forward(x, layer, attend), None
         else:
