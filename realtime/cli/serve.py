@@ -51,7 +51,7 @@ EXAMPLES = """examples:
 
 EngineFactory = Callable[[ServerConfig], Engine]
 
-_WORTH_A_LINE_S = 5.0  # of a start
+_WORTH_A_LINE_S = 2.0  # of warming up
 _WORTH_A_LINE_BYTES = 10**9  # of weights: loading them takes seconds, which are accounted for
 
 
@@ -293,15 +293,16 @@ def memory_line(stats: dict[str, float]) -> str:
 
 
 def start_up_line(stats: dict[str, float], ready_s: float) -> str:
-    """What a slow start was slow for; empty for a fast one."""
+    """What a slow warm-up was slow for; empty for a fast one."""
     stages = {name: took_s for name, took_s in stats.items() if name.startswith("warm_up_")}
-    if not stages or ready_s < _WORTH_A_LINE_S:
+    before_s = ready_s - sum(stages.values())
+    if ready_s - before_s < _WORTH_A_LINE_S:
         return ""
     parts = [
         f"{name.removeprefix('warm_up_').removesuffix('_s').replace('_', ' ')} {took_s:.1f}"
         for name, took_s in stages.items()
     ]
-    return f"Start-up in s: {', '.join(parts)}, before that {ready_s - sum(stages.values()):.1f}"
+    return f"Start-up in s: {', '.join(parts)}, before that {before_s:.1f}"
 
 
 def listening_line(url: str, model_name: str, num_slots: int, ready_s: float) -> str:
