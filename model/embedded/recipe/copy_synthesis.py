@@ -5,7 +5,6 @@
 Every DIR/VOICE/ROW.wav becomes OUT/VOICE/ROW.wav.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -14,13 +13,14 @@ from tqdm import tqdm
 from model.embedded.recipe.encode import load_codec
 from model.embedded.recipe.export import read_wav
 from model.embedded.recipe.sample import write_wav
+from model.embedded.recipe.stepping import command_parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--codec", type=Path, required=True)
-    parser.add_argument("--wavs", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = command_parser("copy_synthesis", __doc__)
+    parser.add_argument("--codec", type=Path, required=True, help="codec.safetensors")
+    parser.add_argument("--wavs", type=Path, required=True, help="folder VOICE/ROW.wav")
+    parser.add_argument("--out", type=Path, required=True, help="the same names go here")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     codec = load_codec(args.codec, device)

@@ -7,7 +7,6 @@ codes.npz: codes u16 [frames, K], and per clip: offset and length in frames, cor
 references are that people record; the other half is as in `codes`. Clips are batched only with others of the same number of frames, so each gets the codes it would get alone.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from model.codec.spectral import SpectralCodec, SpectralConfig
 from model.embedded.recipe.shards import BLOCK_SAMPLES, SAMPLE_RATE_HZ, shard_keys
-from model.embedded.recipe.stepping import save_atomically
+from model.embedded.recipe.stepping import command_parser, save_atomically
 
 MAX_BATCH_FRAMES = 20_000
 
@@ -138,8 +137,8 @@ def entropy_bits(codes: npt.NDArray, codebook_size: int) -> list[float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shards", type=Path, required=True)
+    parser = command_parser("encode", __doc__)
+    parser.add_argument("--shards", type=Path, required=True, help="of teacher generate")
     parser.add_argument("--codec", type=Path, required=True, help="codec.safetensors")
     parser.add_argument("--out", type=Path, required=True, help="codes.npz")
     parser.add_argument(

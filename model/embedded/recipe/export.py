@@ -8,7 +8,6 @@ spoken by VOICE. DIR gets config.json, dual_ar.safetensors, codec.safetensors, t
 voices/VOICE.{safetensors,json}: all that `model.speech_model.load_speech_model` and a server's voice list read.
 """
 
-import argparse
 import json
 import shutil
 import wave
@@ -24,7 +23,7 @@ from torch import Tensor
 from model.codec.spectral import SpectralCodec
 from model.embedded import embedded_path
 from model.embedded.recipe.encode import load_codec
-from model.embedded.recipe.stepping import save_atomically
+from model.embedded.recipe.stepping import command_parser, save_atomically
 from model.embedded.recipe.tokens import (
     CODEBOOK_SIZE,
     SEMANTIC_START,
@@ -164,20 +163,22 @@ def check_size(paths: list[Path]) -> tuple[int, int]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--codec", type=Path, required=True)
-    parser.add_argument("--dual-ar", type=Path, required=True)
+    parser = command_parser("export", __doc__)
+    parser.add_argument("--codec", type=Path, required=True, help="codec.safetensors")
+    parser.add_argument("--dual-ar", type=Path, required=True, help="dual_ar.safetensors")
     parser.add_argument("--phonemes", type=Path, required=True, help="the teacher's vocab.json")
-    parser.add_argument("--references", type=Path, required=True)
+    parser.add_argument(
+        "--references", type=Path, required=True, help="of teacher say: a voice a folder"
+    )
     parser.add_argument("--line", type=int, default=0, help="of texts.tsv, for every voice")
-    parser.add_argument("--default-voice", default=SERVING["default_voice"])
+    parser.add_argument("--default-voice", default=SERVING["default_voice"], help="one of them")
     parser.add_argument(
         "--context",
         choices=("prefix", "dialogue"),
         default=SERVING["context"],
         help="what the server keeps before a segment: the reference, or the dialogue so far",
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the model's folder")
     args = parser.parse_args(argv)
     if not (args.references / f"{args.default_voice}/{args.line:04d}.wav").is_file():
         raise SystemExit(f"{args.references}: no clip of the default voice {args.default_voice}")

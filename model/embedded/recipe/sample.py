@@ -22,6 +22,7 @@ from torch import Tensor
 
 from model.codec.spectral import SpectralCodec
 from model.embedded.recipe.encode import load_codec
+from model.embedded.recipe.stepping import command_parser
 from model.embedded.recipe.tokens import SEMANTIC_START, PromptTokens
 from model.embedded.recipe.trainable import TOY, DualARConfig, TrainableDualAR
 from model.text import EnglishFrontEnd
@@ -185,21 +186,32 @@ def decode(codec: SpectralCodec, codes: Codes) -> Tensor:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = command_parser("sample", __doc__)
     p.add_argument("--model", type=Path, required=True, help="a folder written by export")
     p.add_argument("--texts", type=Path, required=True, help="lines of text<TAB>phonemes")
     p.add_argument("--out", type=Path, required=True, help="without suffix")
     p.add_argument("--voices", nargs="*", help="names; all by default, `none` for no reference")
     p.add_argument("--limit", type=int, default=0, help="first sentences only; 0 is all")
-    p.add_argument("--batch", type=int, default=40)
-    p.add_argument("--max-frames", type=int, default=400)
-    p.add_argument("--temperature", type=float, default=0.7)
-    p.add_argument("--fast-temperature", type=float, default=0.7)
-    p.add_argument("--top-p", type=float, default=0.9)
-    p.add_argument("--top-k", type=int, default=30)
+    p.add_argument("--batch", type=int, default=40, help="clips at a time")
+    p.add_argument("--max-frames", type=int, default=400, help="where a clip is cut off")
+    p.add_argument(
+        "--temperature", type=float, help="the model's own unless given, as the next two"
+    )
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--top-k", type=int)
+    p.add_argument("--fast-temperature", type=float, help="of codebooks 2 to 8, else --temperature")
     p.add_argument("--wav", action="store_true", help="decode to wav files as well")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of the draws")
     return p
+
+
+def sampling_of(args: argparse.Namespace) -> Sampling:
+    """What is asked for, the rest as the model is served."""
+    config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    given = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k")}
+    values = {k: config["plosive"][k] if v is None else v for k, v in given.items()}
+    fast = args.fast_temperature
+    return Sampling(fast_temperature=values["temperature"] if fast is None else fast, **values)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -208,7 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     speaker, codec = load_model(args.model, device)
     references = read_references(args.model)
-    sampling = Sampling(args.temperature, args.fast_temperature, args.top_p, args.top_k)
+    sampling = sampling_of(args)
     lines = [line.split("\t") for line in args.texts.read_text(encoding="utf-8").splitlines()]
     lines = lines[: args.limit or None]
     jobs = [

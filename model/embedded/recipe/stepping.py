@@ -1,5 +1,6 @@
 """Small parts that both trainers use: captured steps, optimisers, clocks, atomic files."""
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
+def command_parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """Of the command `model.embedded.recipe.NAME`, whose module says in its first line what it does."""
+    prog, first_line = f"python -m model.embedded.recipe.{name}", doc.splitlines()[0]
+    return argparse.ArgumentParser(prog, description=first_line, formatter_class=_Help)
 
 
 class StepRunner:

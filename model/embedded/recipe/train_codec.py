@@ -39,6 +39,7 @@ from model.embedded.recipe.stepping import (
     StepRunner,
     Stopwatch,
     adamw,
+    command_parser,
     log_record,
     save_atomically,
     set_lr,
@@ -326,48 +327,48 @@ def wait_for_audio(bank: AudioBank, min_hours: float) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = command_parser("train_codec", __doc__)
     add: Callable[..., object] = p.add_argument
     add("--shards", type=Path, required=True, help="folder of a*.npy, l*.npy and m*.npy")
-    add("--out", type=Path, required=True)
+    add("--out", type=Path, required=True, help="folder of weights, state and losses")
     add("--minutes", type=float, default=12.0, help="length of the run, earlier parts included")
     add("--steps", type=int, default=10**9, help="or its length in steps, whichever ends first")
     add("--until", type=float, help="end at this Unix time, whatever --minutes says")
     add("--min-hours", type=float, default=0.02, help="wait for this much audio before starting")
     add("--capacity-hours", type=float, default=1.0, help="memory set aside for audio")
-    add("--batch", type=int, default=48)
-    add("--frames", type=int, default=32, help="length of a crop")
+    add("--batch", type=int, default=48, help="crops a step")
+    add("--frames", type=int, default=32, help="length of a crop, 40 ms each")
     add("--start-share", type=float, default=0.3, help="crops that begin where a clip does")
-    add("--lr", type=float, default=6e-4)
-    add("--clip", type=float, default=5.0)
-    add("--warmup-steps", type=int, default=200)
-    add("--cosine-from", type=float, default=0.4)
+    add("--lr", type=float, default=6e-4, help="its peak")
+    add("--clip", type=float, default=5.0, help="of the gradient's norm")
+    add("--warmup-steps", type=int, default=200, help="until the rate is at its peak")
+    add("--cosine-from", type=float, default=0.4, help="share of the run before the rate falls")
     add("--continuous-steps", type=int, default=500, help="until every row is quantised")
     add("--stage-dropout", type=float, default=0.15, help="rows that lose their last codebooks")
-    add("--mel-weight", type=float, default=15.0)
-    add("--revive-every", type=int, default=50)
-    add("--ema", type=float, default=0.999)
-    add("--average-every", type=int, default=5)
+    add("--mel-weight", type=float, default=15.0, help="weight of the log-mel loss")
+    add("--revive-every", type=int, default=50, help="steps between looks for unused codes")
+    add("--ema", type=float, default=0.999, help="decay a step of the averaged weights")
+    add("--average-every", type=int, default=5, help="steps")
     add("--decoder-of", type=Path, help="go on with the decoder of this codec; codes stay valid")
-    add("--no-adversary", action="store_true")
+    add("--no-adversary", action="store_true", help="no discriminators")
     add("--restart-adversary", action="store_true", help="on resume, new discriminators")
     add("--adv-from", type=float, default=0.25, help="share of the run before discriminators")
     add("--adv-alone-steps", type=int, default=500, help="their updates before the codec's")
-    add("--adv-ramp-steps", type=int, default=1000)
-    add("--adv-check-steps", type=int, default=3000)
-    add("--adv-chance", type=float, default=0.48)
-    add("--adv-lr", type=float, default=4e-4)
-    add("--adv-rows", type=int, default=32)
-    add("--adv-crop", type=int, default=12000)
+    add("--adv-ramp-steps", type=int, default=1000, help="until they have their full weight")
+    add("--adv-check-steps", type=int, default=3000, help="their time to leave chance")
+    add("--adv-chance", type=float, default=0.48, help="loss from which on they are at chance")
+    add("--adv-lr", type=float, default=4e-4, help="of the discriminators")
+    add("--adv-rows", type=int, default=32, help="crops that they see a step")
+    add("--adv-crop", type=int, default=12000, help="samples of these")
     add("--adv-share", type=float, default=2.0, help="weight of the adversarial loss")
     add("--match-share", type=float, default=1.0, help="weight of the feature matching loss")
     add("--graph", action="store_true", help="capture a step as one CUDA graph")
-    add("--compile", action="store_true")
+    add("--compile", action="store_true", help="the ConvNeXt blocks")
     add("--toy", action="store_true", help="a tiny codec, for tests")
-    add("--log-every", type=int, default=100)
-    add("--refresh-every", type=int, default=400)
-    add("--save-every-s", type=float, default=60.0)
-    add("--seed", type=int, default=1)
+    add("--log-every", type=int, default=100, help="steps")
+    add("--refresh-every", type=int, default=400, help="steps between looks for new shards")
+    add("--save-every-s", type=float, default=60.0, help="checkpoints")
+    add("--seed", type=int, default=1, help="of weights and crops")
     return p
 
 

@@ -29,6 +29,7 @@ from model.embedded.recipe.stepping import (
     StepRunner,
     Stopwatch,
     adamw,
+    command_parser,
     log_record,
     save_atomically,
     set_lr,
@@ -224,38 +225,46 @@ def train(trainer: Trainer, dialogues: Dialogues, progress: dict[str, float], ou
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = command_parser("train_dual_ar", __doc__)
     p.add_argument("--codes", type=Path, nargs="+", required=True, help="one or more codes.npz")
     p.add_argument("--corpus", type=Path, required=True, help="lines of text<TAB>phonemes")
     p.add_argument("--phonemes", type=Path, required=True, help="the teacher's vocab.json")
     p.add_argument(
         "--own-share", type=float, help="of the rows, for the ten voices; else as they have speech"
     )
-    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--out", type=Path, required=True, help="folder of weights, state and losses")
     p.add_argument("--start-from", type=Path, help="dual_ar.safetensors to go on from")
-    p.add_argument("--minutes", type=float, default=5.0, help="earlier parts included")
-    p.add_argument("--steps", type=int, default=10**9)
+    p.add_argument(
+        "--minutes", type=float, default=5.0, help="length of the run, earlier parts included"
+    )
+    p.add_argument(
+        "--steps", type=int, default=10**9, help="or its length in steps, whichever ends first"
+    )
     p.add_argument("--until", type=float, help="end at this Unix time, whatever --minutes says")
     p.add_argument("--wait", action="store_true", help="warm up, then wait for --codes")
-    p.add_argument("--positions", type=int, default=49152, help="per step")
-    p.add_argument("--capacity-positions", type=float, default=4e7)
-    p.add_argument("--dropout", type=float, default=0.12)
-    p.add_argument("--noise", type=float, default=0.1)
+    p.add_argument("--positions", type=int, default=49152, help="a step")
+    p.add_argument(
+        "--capacity-positions", type=float, default=4e7, help="memory set aside for --codes"
+    )
+    p.add_argument("--dropout", type=float, default=0.12, help="of each block's output")
+    p.add_argument(
+        "--noise", type=float, default=0.1, help="share of the codes that are read wrong"
+    )
     p.add_argument(
         "--fast-share", type=float, default=0.25, help="positions the fast AR learns from"
     )
-    p.add_argument("--lr", type=float, default=1.5e-3)
-    p.add_argument("--weight-decay", type=float, default=0.05)
-    p.add_argument("--warmup-steps", type=int, default=300)
-    p.add_argument("--ema", type=float, default=0.998)
-    p.add_argument("--average-every", type=int, default=4)
-    p.add_argument("--held-every", type=int, default=200)
-    p.add_argument("--log-every", type=int, default=100)
-    p.add_argument("--save-every-s", type=float, default=60.0)
+    p.add_argument("--lr", type=float, default=1.5e-3, help="its peak")
+    p.add_argument("--weight-decay", type=float, default=0.05, help="of matrices")
+    p.add_argument("--warmup-steps", type=int, default=300, help="until the rate is at its peak")
+    p.add_argument("--ema", type=float, default=0.998, help="decay a step of the averaged weights")
+    p.add_argument("--average-every", type=int, default=4, help="steps")
+    p.add_argument("--held-every", type=int, default=200, help="steps between held-out losses")
+    p.add_argument("--log-every", type=int, default=100, help="steps")
+    p.add_argument("--save-every-s", type=float, default=60.0, help="checkpoints")
     p.add_argument("--graph", action="store_true", help="capture each step as a CUDA graph")
-    p.add_argument("--compile", action="store_true")
+    p.add_argument("--compile", action="store_true", help="the layers")
     p.add_argument("--toy", action="store_true", help="a tiny model, for tests")
-    p.add_argument("--seed", type=int, default=3)
+    p.add_argument("--seed", type=int, default=3, help="of weights, splits and rows")
     return p
 
 

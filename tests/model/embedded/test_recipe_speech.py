@@ -1,5 +1,6 @@
 """The recipe between teacher and figures: codes of clips, rows of dialogue, sampling, copies."""
 
+import importlib
 import json
 import wave
 from dataclasses import asdict
@@ -361,6 +362,37 @@ def test_a_code_said_lately_is_drawn_again(
     recent = torch.tensor([[-1, 5], [-1, 6], [-1, 0]])
     hidden = torch.zeros(3, TOY.dim)
     assert speaker._semantic(hidden, recent, Sampling()).tolist() == [7, 5, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], Sampling(0.4, 0.4, 0.8, 20)),
+        (["--temperature", "0"], Sampling(0.0, 0.0, 0.8, 20)),
+        (["--fast-temperature", "0", "--top-k", "5"], Sampling(0.4, 0.0, 0.8, 5)),
+    ],
+)
+def test_samples_are_drawn_as_the_model_is_served(
+    tmp_path: Path, options: list[str], expected: Sampling
+) -> None:
+    serving = {"temperature": 0.4, "top_p": 0.8, "top_k": 20}
+    (tmp_path / "config.json").write_text(json.dumps({"plosive": serving}))
+    needed = ["--model", str(tmp_path), "--texts", "texts.tsv", "--out", "samples"]
+    assert sample.sampling_of(sample.parser().parse_args([*needed, *options])) == expected
+
+
+COMMANDS = "corpus teacher train_codec encode train_dual_ar export sample copy_synthesis evaluate"
+
+
+@pytest.mark.parametrize("name", COMMANDS.split())
+def test_commands_say_how_they_are_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = importlib.import_module(f"model.embedded.recipe.{name}")
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    assert said.startswith(f"usage: python -m model.embedded.recipe.{name} ")
+    assert "default: None" not in said and "default: False" not in said
 
 
 def test_silence_for_a_turn_without_frames(codec_file: Path) -> None:
