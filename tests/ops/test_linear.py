@@ -13,7 +13,7 @@ import torch
 
 from ops import nvrtc, reference
 from ops.linear import gate_up_swiglu, linear, pack_bf16, pack_fp8, unpack
-from ops.linear_plans import Plan, plan_for
+from ops.linear_plans import Plan, WidePlan, plan_for
 from ops.quantize import (
     MAX_PENDING_ROWS,
     BlockScaled,
@@ -118,6 +118,11 @@ def test_one_and_two_rows_are_taken_without_the_copy_engine(n, k, kind):
     plans = [plan_for(kind, num_rows, n, k) for num_rows in (1, 2, 3)]
     assert [(plan.norm, plan.is_copied) for plan in plans] == [(1, True), (2, True), (0, False)]
     assert not plan_for(kind, 1, n, k, has_norm=True).is_copied
+
+
+def test_more_rows_than_a_shape_was_measured_with_are_wide():
+    plans = [plan_for("bf16", num_rows, 19456, 2560, is_gate_up=True) for num_rows in (16, 17, 64)]
+    assert [type(plan) for plan in plans] == [Plan, WidePlan, WidePlan]
 
 
 def test_rows_too_long_for_registers_go_through_the_copy_engine():
