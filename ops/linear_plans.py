@@ -192,10 +192,10 @@ class WidePlan:
 
     def can_norm(self, is_fp8: bool, out_features: int) -> bool:
         """Whether a cluster can finish all of 128 columns: eight of a row for each of its threads."""
-        most = self.rows // 8  # CTAs, of 8 rows each
-        fits = is_fp8 and self.split > 1 and self.row_groups == self.col_groups == 1
-        fits = fits and 128 % self.features == 0 and out_features % 128 == 0
-        return fits and self.split * (128 // self.features) == most
+        if not is_fp8 or self.split == 1 or 128 % self.features or out_features % 128:
+            return False
+        ctas, warpgroups = self.split * (128 // self.features), self.row_groups * self.col_groups
+        return ctas <= 8 and self.rows == ctas * warpgroups * 8
 
     def num_ctas(self, row_tiles: int, cluster: int) -> int:
         """Along the weight; whole clusters."""

@@ -45,7 +45,7 @@ static_assert(!GATE_UP || SPLIT == 1, "SwiGLU needs whole sums");
 static_assert(!kQuantises || kFeatures <= 128, "a CTA has parts of two groups at most");
 static_assert(!kQuantises || kCluster * kFeatures == 128 * GROUPS, "a cluster has whole groups");
 static_assert(kRows / 8 % (SPLIT * kTiles) == 0, "every rank finishes as many rows");
-static_assert(!NORMS || (IS_FP8 && SPLIT > 1 && 128 % kWidth == 0 && kItems == 1 && kConsumers == 128),
+static_assert(!NORMS || (IS_FP8 && SPLIT > 1 && 128 % kWidth == 0 && kRowGroups * 128 == kConsumers),
               "a cluster has 128 columns, and each of its threads eight values of them");
 static_assert(GATE_UP || kRows * kWidth * 4 <= kRingBytes, "sums leave through the ring");
 static_assert(!kMovesRegisters || kConsumers == 256, "registers are counted for two warpgroups");

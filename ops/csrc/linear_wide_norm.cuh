@@ -66,7 +66,7 @@ DEVICE uint4 load_norm_weight(const Norms& norms, const Output& o, int first, in
 }
 
 // Scales and squares behind the last row, up to a multiple of four, are zeros. `scratch`: a float2 for
-// each of 8 rows and a warp.
+// each row that this CTA finishes and each of the four warps that have parts of it.
 DEVICE void store_normed(const float4* exchange, const uint4& residual, const uint4& weight,
                          float2* scratch, const Output& o, const Norms& norms, int first, int rank,
                          int thread) {
@@ -89,14 +89,13 @@ DEVICE void store_normed(const float4* exchange, const uint4& residual, const ui
     most = fmaxf(most, __shfl_xor_sync(~0u, most, lanes));
     squares += __shfl_xor_sync(~0u, squares, lanes);
   }
-  constexpr int kWarps = kConsumers / 32;
-  static_assert(kWarps * 16 <= kRows);
-  if (thread % 32 < 8) scratch[thread % 8 * kWarps + thread / 32] = {most, squares};
+  const int row = thread / 128 * 8 + item.row_in_tile;  // of those that this CTA finishes
+  if (thread % 32 < 8) scratch[row * 4 + thread / 32 % 4] = {most, squares};
   consumers_sync();
   float2 whole = {1e-10f, 0.f};
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    const float2 part = scratch[item.row_in_tile * kWarps + warp];
+  for (int warp = 0; warp < 4; ++warp) {
+    const float2 part = scratch[row * 4 + warp];
     whole.x = fmaxf(whole.x, part.x), whole.y += part.y;
   }
   const float factor = 448.f / whole.x;
@@ -114,7 +113,7 @@ DEVICE void store_normed(const float4* exchange, const uint4& residual, const ui
                      quantized_four({values[4], values[5], values[6], values[7]}, factor));
     }
   }
-  if (thread < 8 && item.row < (o.num_rows + 3) / 4 * 4) {
+  if (thread % 128 < 8 && item.row < (o.num_rows + 3) / 4 * 4) {
     const i64 index = static_cast<i64>(first / 128) * norms.stride + item.row;
     if (NORMS == 1) norms.scales[index] = item.row < o.num_rows ? 1.f / factor : 0.f;
     norms.new_squares[index] = whole.y;
