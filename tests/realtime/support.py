@@ -15,6 +15,7 @@ import numpy as np
 import safetensors.numpy
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as ws_connect
+from websockets.exceptions import InvalidStatus
 
 from realtime import wire
 from realtime.auth import ApiKeys
@@ -63,6 +64,16 @@ class Served:
         async with asyncio.timeout(TIMEOUT_S):
             while tasks := self.server.server_state.tasks.copy():
                 await asyncio.wait(tasks)
+
+
+async def socket_status(served: Served, **kwargs: Any) -> tuple[int, dict[str, str]]:
+    """Of the answer to an upgrade; 101 if it was accepted."""
+    try:
+        async with served.connect(**kwargs) as socket:
+            assert socket.subprotocol in (wire.SUBPROTOCOL, None)
+            return 101, {}
+    except InvalidStatus as refused:
+        return refused.response.status_code, dict(refused.response.headers)
 
 
 def write_voice(folder: Path, name: str = "tone", num_frames: int = 50) -> None:

@@ -8,7 +8,7 @@ import torch
 from realtime.pingpong import codec_calls, vocode
 from realtime.pingpong.codec_calls import MAX_CALLS, Call
 from realtime.pingpong.messages import FramePcm, TurnEnd
-from tests.realtime.pingpong.test_vocode import DeviceBench, row
+from tests.realtime.pingpong.vocode_bench import DeviceBench, row
 
 NUM_SLOTS, NUM_ACTIONS, RING_FRAMES = 8, 800, 16
 FAR_NS = 10**18
