@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 
 from realtime.connection import INTERNAL_ERROR
 from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError
+from realtime.wire import PATH
 
 Shape = Callable[[int, PlosiveError], object]  # status, error -> JSON body
 
@@ -65,8 +66,11 @@ class HttpErrors:
 
         @app.exception_handler(HTTPException)
         async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-            code = _HTTP_CODES.get(error.status_code, "invalid_request")
-            refusal = PlosiveError(code, error.detail)
+            code, message = _HTTP_CODES.get(error.status_code, "invalid_request"), error.detail
+            if error.status_code == 404:
+                asked = f"{request.method} {request.url.path[:200]}"
+                message = f"there is no {asked}; sessions are a WebSocket at {PATH}"
+            refusal = PlosiveError(code, message)
             return self.respond(
                 request.url.path, refusal, status=error.status_code, headers=error.headers
             )

@@ -266,6 +266,8 @@ async def test_http_errors_are_json(tmp_path: Path) -> None:
         ):
             assert response.status_code == status
             assert response.json()["error"]["code"] == code
+        told = (await http.get(wire.PATH)).json()["error"]["message"]
+        assert told == "there is no GET /v1/realtime; sessions are a WebSocket at /v1/realtime"
 
 
 # ---------------------------------------------------------------------------- bad messages
