@@ -30,7 +30,7 @@ from bench_ttfa.system import describe_machine, describe_software
 from model.kv_cache import KvFormat
 from ops import attention, attention_launch, reference, sampling
 from ops.attention_launch import Scratch
-from ops.attention_plans import Plan, most_parts_of, plan_for
+from ops.attention_plans import most_parts_of, plan_for
 from ops.embedding import embed_rows
 from ops.fp8_rows import Fp8Rows, KvRows
 from ops.packing import PackedWeight, pack_fp8
@@ -50,9 +50,7 @@ ROWS = (1, 16, 64, 128)
 class Layers:
     """Copies of one layer's pages, and rows over them."""
 
-    def __init__(
-        self, lengths: Sequence[int], kv_format: KvFormat = "bf16", max_len: int = MAX_LEN
-    ) -> None:
+    def __init__(self, lengths: Sequence[int], kv_format: KvFormat = "bf16") -> None:
         needed = [-(-length // PAGE) for length in lengths]
         num_pages = sum(needed) + 1
         row_bytes = HEAD_DIM + 2 if kv_format == "fp8" else 2 * HEAD_DIM
@@ -63,7 +61,7 @@ class Layers:
             for _ in range(num_copies(self.read_bytes))
         ]
         self.page_table = torch.zeros(
-            len(lengths) + 1, max_len // PAGE, dtype=torch.int32, device="cuda"
+            len(lengths) + 1, MAX_LEN // PAGE, dtype=torch.int32, device="cuda"
         )
         order = torch.randperm(num_pages - 1, device="cuda").int() + 1
         begin = 0
@@ -72,10 +70,10 @@ class Layers:
             begin += used
         self.slots = torch.arange(len(lengths), device="cuda")
         self.positions = torch.tensor(lengths, device="cuda") - 1
-        self.rope = reference.rope_table(max_len, HEAD_DIM, 1e6, torch.device("cuda"))
+        self.rope = reference.rope_table(MAX_LEN, HEAD_DIM, 1e6, torch.device("cuda"))
         self.qk_norm = normal(NUM_HEADS + NUM_KV_HEADS, HEAD_DIM)
         self.qkv = normal(len(lengths), NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM)
-        parts = most_parts_of(max_len // 16)
+        parts = most_parts_of(MAX_LEN // 16)
         group, device = NUM_HEADS // NUM_KV_HEADS, self.qkv.device
         self.scratch = Scratch(NUM_KV_HEADS, group, HEAD_DIM, parts, device)
 
@@ -90,36 +88,30 @@ class Layers:
 
         return graph_us(rotated(make, len(self.pages)))
 
-    def attention_us(self, plan: Plan | None = None) -> float:
+    def attention_us(self) -> float:
         """`paged_attention` of queries that are rotated already."""
         q = self.qkv[:, :NUM_HEADS].contiguous()
-        chosen = plan or self._plan()
+        max_pages, in_8_bits = self.page_table.shape[1], isinstance(self.pages[0], Fp8Rows)
+        plan = plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE, is_fp8=in_8_bits)
 
         def make(copy: int) -> Call:
             where = self.where(copy)
-            return lambda: attention_launch.launch_paged(q, None, where, "bsfp8", chosen)
+            return lambda: attention_launch.launch_paged(q, None, where, "bsfp8", plan)
 
         return graph_us(rotated(make, len(self.pages)))
 
-    def decode_us(
-        self, plan: Plan | None = None, *, is_chained: bool = True, wo: PackedWeight | None = None
-    ) -> float:
+    def decode_us(self, wo: PackedWeight | None = None) -> float:
         """`decode_attention`: norm, rotation and append included. With `wo` it may leave the end to
         that."""
         norm, rope = self.qk_norm, self.rope
 
         def make(copy: int) -> Call:
             where = self.where(copy)
-            if plan is None:
-                scratch = self.scratch
-                return lambda: attention.decode_attention(
-                    *(self.qkv, norm, EPS, rope, *where, "bsfp8"),
-                    is_chained=is_chained,
-                    scratch=scratch,
-                    wo=wo,
-                )
-            return lambda: attention_launch.launch_paged(
-                self.qkv, (norm, rope, EPS), where, "bsfp8", plan, is_chained=is_chained
+            return lambda: attention.decode_attention(
+                *(self.qkv, norm, EPS, rope, *where, "bsfp8"),
+                is_chained=True,
+                scratch=self.scratch,
+                wo=wo,
             )
 
         return graph_us(rotated(make, len(self.pages)))
@@ -136,10 +128,6 @@ class Layers:
             return lambda: attention.paged_attention(q, *where, "bsfp8", is_span=True)
 
         return graph_us(rotated(make, len(self.pages)))
-
-    def _plan(self) -> Plan:
-        max_pages, in_8_bits = self.page_table.shape[1], isinstance(self.pages[0], Fp8Rows)
-        return plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE, is_fp8=in_8_bits)
 
 
 def normal(*shape: int) -> Tensor:
@@ -170,7 +158,7 @@ def attention_timings(kv_format: KvFormat) -> Iterable[Timing]:
         }
         if num_rows == 1:
             wo = pack_fp8(*quantize_weight(normal(DIM, NUM_HEADS * HEAD_DIM)))
-            variants["decode, left to wo"] = layers.decode_us(wo=wo)
+            variants["decode, left to wo"] = layers.decode_us(wo)
         if kv_format == "bf16":
             variants["torch sdpa, contiguous"] = torch_attention_us(num_rows, length)
         for variant, us in variants.items():
@@ -189,12 +177,12 @@ def span_timings(kv_format: KvFormat) -> Iterable[Timing]:
         yield Timing(label, "paged_attention", num_rows, us, layers.read_bytes / us / 1000)
 
 
-def mixed_timing(kv_format: KvFormat, plan: Plan | None = None) -> Timing:
+def mixed_timing(kv_format: KvFormat) -> Timing:
     """64 rows of 32 to 4096 positions, as many of each magnitude, in any order."""
     lengths = [int(2 ** (5 + 7 * i / 63)) for i in range(64)]
     random.Random(1).shuffle(lengths)
     layers = Layers(lengths, kv_format)
-    us = layers.decode_us(plan)
+    us = layers.decode_us()
     label = f"attention, {kv_format}, 32..4096 positions, {sum(lengths)} in all"
     return Timing(label, "decode_attention", 64, us, layers.read_bytes / us / 1000)
 
