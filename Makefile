@@ -9,13 +9,16 @@ CLIENTS := $(VENV)/clients
 INSTALL := -m pip --disable-pip-version-check install --quiet
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-gpu test-clients browser screenshots check bench clean
+.PHONY: demo help test test-gpu test-clients browser screenshots check bench clean
 
 demo: $(VENV)/.installed  ## speak a sentence through a real local server, print its TTFA
 	@echo "Starting a local server and saying a sentence ..."
 	@env -u PLOSIVE_URL $(BIN)/plosive say --out demo.wav \
 		"Hello! I am Plosive, and this sentence left the server while it was still being spoken."
 	@echo "TTFA is text sent to first audio packet. Listen to demo.wav; for more: source $(BIN)/activate"
+
+help:  ## what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 test: check  ## lint, types, layering, then all tests that need no GPU
 	PYTHONASYNCIODEBUG=1 $(BIN)/pytest -rs -m "not gpu"
@@ -69,5 +72,5 @@ $(CLIENTS)/.installed: $(VENV)/.installed-dev
 		"livekit-plugins-fishaudio>=1.8"
 	@touch $@
 
-clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
+clean:  ## the environments and caches away
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
