@@ -9,8 +9,7 @@ T = TypeVar("T")
 
 class Mailbox(Generic[T]):
     """Many writers, one reader. What a full mailbox does is chosen by the call: `offer` refuses,
-    `put` waits. Appending and popping a deque are atomic; the condition only carries the waiting.
-    """
+    `put` waits. All under one lock."""
 
     def __init__(self, max_items: int) -> None:
         self._items: deque[T] = deque()
