@@ -26,8 +26,8 @@ from ops.attention_launch import (
 from ops.fp8_rows import KvRows
 from ops.quantize import Activation, Kind, quantize_rows
 
-_WARPS = 8
 _BATCHES = 2  # mma that share what a warp reads
+_MOST_CTAS = 132  # of eight warps: an SM has registers for one of them, or for two of four warps
 
 
 def shared_attention(
@@ -58,16 +58,18 @@ def shared_attention(
     num_rows, num_heads, num_kv_heads, head_dim = sizes(q, pages)
     group = num_heads // num_kv_heads
     rows_per_cta = _BATCHES * (MAX_GROUP // group)
+    grid = (num_kv_heads, -(-num_rows // rows_per_cta))
+    warps = 8 if grid[0] * grid[1] <= _MOST_CTAS else 4
     out = Output(q, num_rows, num_heads * head_dim, kind)
-    cut = {"WARPS": _WARPS, "BATCHES": _BATCHES, "IS_CHAINED": int(is_chained)}
+    cut = {"WARPS": warps, "BATCHES": _BATCHES, "IS_CHAINED": int(is_chained)}
     paged_kernel("attention_shared", pages, group, **cut).launch(
-        (num_kv_heads, -(-num_rows // rows_per_cta)),
-        (32 * _WARPS,),
+        grid,
+        (32 * warps,),
         [
             *(q, *memory_arguments((pages, page_table, slots, positions)), *out.arguments),
             scale_of(head_dim),
             *ints(page_table.shape[1], num_rows),
         ],
-        shared_bytes=span_bytes(_WARPS, _BATCHES, 1, group, head_dim, is_fp8=is_fp8(pages)),
+        shared_bytes=span_bytes(warps, _BATCHES, 1, group, head_dim, is_fp8=is_fp8(pages)),
     )
     return out.finish()

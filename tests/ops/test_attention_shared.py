@@ -64,6 +64,8 @@ def test_compiles_without_a_gpu(head_dim, group, in_8_bits, arch):
         (VOICE, [row % 2 for row in range(61)], S2_PRO),
         (VOICE, [row // 10 for row in range(61)], S2_PRO),
         (UNEVEN, list(range(64)), S2_PRO),
+        (2 * UNEVEN, list(range(128)), S2_PRO),
+        (2 * VOICE, [0] * 122, S2_PRO),
         (UNEVEN, [0] * 64, EMBEDDED),
         (EDGES, list(range(12)), S2_PRO),
         (EDGES, [0] * 12, EMBEDDED),
@@ -80,9 +82,10 @@ def test_is_right(lengths, voices, heads, kv_format, is_chained):
 
 
 @pytest.mark.gpu
-def test_rows_of_one_prompt_read_those_before_them():
+@pytest.mark.parametrize("num_rows", [43, 128])
+def test_rows_of_one_prompt_read_those_before_them(num_rows):
     case = paged([900], S2_PRO, device="cuda")
-    start, num_rows = 701, 43
+    start = 701
     slots = case.slots.expand(num_rows).contiguous()
     positions = torch.arange(start, start + num_rows, device="cuda")
     qkv = torch.randn(num_rows, 48, 128, device="cuda").bfloat16()
@@ -93,13 +96,14 @@ def test_rows_of_one_prompt_read_those_before_them():
 
 
 @pytest.mark.gpu
-def test_padding_reads_nothing_and_spoils_nobody():
+@pytest.mark.parametrize("num_padding", [3, 80])
+def test_padding_reads_nothing_and_spoils_nobody(num_padding):
     """Rows of the dummy slot, which has no page; page 0 is NaN."""
     case = paged(VOICE[:6], S2_PRO, device="cuda")
     num_slots = len(case.page_table) - 1
-    padding = torch.full((3,), num_slots, device="cuda")
+    padding = torch.full((num_padding,), num_slots, device="cuda")
     slots, positions = torch.cat([case.slots, padding]), torch.cat([case.positions, 0 * padding])
-    q = torch.cat([case.q, case.q[:3]])
+    q = torch.cat([case.q, case.q[:1].expand(num_padding, -1, -1)])
     out = shared_attention(q, case.pages, case.page_table, slots, positions, "bf16")
     assert relative_error(out[:6], case.expected(case.q)) < MAX_ERROR
     assert out.isfinite().all()
