@@ -122,7 +122,6 @@ class WidePlan:
         row_stages: the same of x.
         split: CTAs that share a tile's K.
         groups: of 128 features that a cluster quantises.
-        shared: CTAs, neighbours along the weight, that fetch their rows of x together.
         blocks_per_sm: CTAs an SM must have registers for.
         batch: K tiles in straight code, products of 8 bits overlapping.
         producers: threads that load: 32, or 128, whose registers go to two warpgroups that sum.
@@ -142,7 +141,6 @@ class WidePlan:
     producers: int = 32
     scales_rows: bool = False
     norms: Kind | None = None
-    shared: int = 1
 
     kernel: ClassVar[str] = "linear_wide"
 
@@ -153,7 +151,7 @@ class WidePlan:
 
     def box_rows(self, num_rows: int) -> int:
         """Of x that the copy engine fetches at once."""
-        return ceil_div(min(self.rows, num_rows), 8 * self.shared) * 8
+        return min(self.rows, ceil_div(num_rows, 8) * 8)
 
     @property
     def features(self) -> int:
@@ -171,7 +169,6 @@ class WidePlan:
             "ROW_STAGES": self.row_stages,
             "SPLIT": self.split,
             "GROUPS": self.groups,
-            "SHARED": self.shared,
             "BLOCKS_PER_SM": self.blocks_per_sm,
             "BATCH": self.batch,
             "PRODUCERS": self.producers,
@@ -188,7 +185,7 @@ class WidePlan:
         """CTAs of a cluster: the parts of K, or the CTAs that quantise features together."""
         if is_gate_up and is_fp8:
             return 256 * self.groups // self.features
-        return self.split * (128 // self.features if self.norms else self.shared)
+        return self.split * (128 // self.features if self.norms else 1)
 
     def can_norm(self, is_fp8: bool, out_features: int) -> bool:
         """Whether a cluster can finish all of 128 columns: eight of a row for each of its threads."""
@@ -249,15 +246,18 @@ _MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
     ("bf16", 6144, 2560): {
         64: WidePlan(96, 1, 1, 6, 6, split=2),
         128: WidePlan(96, 2, 1, 5, 5, split=2),
+        192: WidePlan(96, 3, 1, 5, 3, split=2),
     },
     ("bf16", 19456, 2560): {
         64: WidePlan(160, 1, 1, 7, 5),
         128: WidePlan(160, 2, 1, 5, 3),
+        192: WidePlan(160, 3, 1, 5, 3),
     },
     **{
         ("bf16", *shape): {
             64: WidePlan(96, 1, 1, 6, 6, split=4),
             128: WidePlan(96, 2, 1, 5, 5, split=4),
+            192: WidePlan(96, 3, 1, 5, 3, split=4),
         }
         for shape in (_WO, _DOWN)
     },

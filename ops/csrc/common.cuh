@@ -47,11 +47,6 @@ DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At a barrier of a CTA of the cluster.
-DEVICE void barrier_arrive_cluster(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"

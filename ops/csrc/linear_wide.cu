@@ -11,14 +11,11 @@
 // `wait_for_previous_kernels` is weights only. Weights and x have rings of their own: loads arrive in
 // turn, so that x is late where more weights are asked for than the memory needs to be busy.
 //
-// What SMs read of x through the L2 is then more than the weights are: SHARED CTAs, neighbours along the
-// weight, can share their rows. Each fetches a part of a block and sends it to all of them.
-//
 // Defines: IS_FP8 (e4m3 with a scale per 1x128 of x and 128x128 of the weight, else bf16), WIDTH,
 // ROW_GROUPS, COL_GROUPS, STAGES (of weights), ROW_STAGES (of x), SPLIT, GATE_UP (rows are 8 of gate, 8
 // of up, ...; SwiGLU; fp8 is quantised again, for which the CTAs that hold GROUPS groups of 128
-// features form a cluster), SHARED, BATCH (blocks of K in straight code, the next product under way while
-// one is scaled), PRODUCERS (threads beside those that sum: 32, or 128 that give away their registers),
+// features form a cluster), BATCH (blocks of K in straight code, the next product under way while one
+// is scaled), PRODUCERS (threads beside those that sum: 32, or 128 that give away their registers),
 // BLOCKS_PER_SM (CTAs an SM must have registers for), NORMS and SCALES_ROWS (the RMSNorm after and
 // before, see linear_wide_norm.cuh), IN_FEATURES (with SCALES_ROWS: values of a row of x).
 
@@ -39,21 +36,8 @@ struct Problem {
   int first, end;     // of this CTA: rows of the weight
   int begin, blocks;  // its K tiles
   int first_row;      // of x
-  int part_rows;      // of a stage, that one sharer fetches: few more than x has, others come slowly
-  int part;           // that this CTA fetches
-  u32 sharers;        // a bit for each rank of the cluster
+  int act_bytes;      // of a stage: of no more rows than x has, as the copy engine fills others slowly
 };
-
-// Rows of x into the same place of all CTAs that share them; the barrier of each counts the bytes.
-DEVICE void load_shared_rows(u32 target, const TensorMap& map, int block, int first_row, u32 barrier,
-                             u32 sharers) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(&map), "r"(block * (IS_FP8 ? 128 : 64)), "r"(first_row), "r"(barrier),
-      "h"(static_cast<unsigned short>(sharers))
-      : "memory");
-}
 
 // Rows `first` to `end`, 128 bytes of K of each; a row tile holds 64 of them.
 DEVICE void load_weights(const Shared& shared, const Problem& p, int index) {
@@ -72,13 +56,8 @@ DEVICE void load_activations(const Shared& shared, const Problem& p, const Tenso
   const int stage = index % ROW_STAGES, block = p.begin + index;
   const u32 barrier = shared.full_rows + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, kRows) * 4 : 0;
-  const int part = p.part * p.part_rows;
-  barrier_expect(barrier, SHARED * p.part_rows * 128 + scale_bytes);
-  const u32 target = shared.rows + stage * kActBytes + part * 128;
-  if (SHARED > 1)
-    load_shared_rows(target, map, block, p.first_row + part, barrier, p.sharers);
-  else
-    load_rows(target, map, block, p.first_row, barrier);
+  barrier_expect(barrier, p.act_bytes + scale_bytes);
+  load_rows(shared.rows + stage * kActBytes, map, block, p.first_row, barrier);
   if (IS_FP8)
     bulk_copy(shared.scales + stage * kRows * 4,
               p.act_scales + static_cast<i64>(block) * p.scale_stride + p.first_row, scale_bytes,
@@ -95,7 +74,7 @@ struct Producer {
     for (int stage = 0; stage < STAGES; ++stage) barrier_init(shared.full_weights + stage * 8, 1);
     for (int stage = 0; stage < ROW_STAGES; ++stage) barrier_init(shared.full_rows + stage * 8, 1);
     for (int stage = 0; stage < kReleased; ++stage)
-      barrier_init(shared.released + stage * 8, SHARED * kConsumers / 32);
+      barrier_init(shared.released + stage * 8, kConsumers / 32);
     barrier_init_fence();
     fence_async_proxy();
     for (int i = 0; i < min(STAGES, p.blocks); ++i) load_weights(shared, p, i);
@@ -134,11 +113,9 @@ struct Consumer {
   const Shared& shared;
   const float *act_scales, *unit_scales;
   int num_blocks, row_group, col_group, warp, lane;
-  int first_sharer;  // of the cluster's ranks
   StageOf<STAGES> started_weights;
   StageOf<ROW_STAGES> started_rows;
   StageOf<kReleased> ended;
-  int num_released = 0;
 
   // Starts the product of the next block. Returns the scales of this thread's two rows of x.
   DEVICE float2 start(float (&d)[WIDTH / 2], bool accumulate) {
@@ -159,17 +136,10 @@ struct Consumer {
 
   // Gives a block's stages back. An arrival does not wait for loads from shared memory that are on their
   // way: a co-resident CTA's loads can hold them up until the copy engine has written the next scales.
-  // So its address depends on the bits of what was loaded; the grid has no third dimension. Nobody may
-  // arrive where a CTA could have ended: the last blocks' stages are not filled again.
+  // So its address depends on the bits of what was loaded; the grid has no third dimension.
   DEVICE void release(u32 loaded) {
-    const u32 barrier = shared.released + ended.index * 8 + (loaded & (gridDim.z - 1));
     __syncwarp();
-    if (SHARED == 1) {
-      if (lane == 0) barrier_arrive(barrier);
-    } else if (lane < SHARED && num_released + kLeast < num_blocks) {
-      barrier_arrive_cluster(cluster_address(barrier, first_sharer + lane * SPLIT));
-    }
-    ++num_released;
+    if (lane == 0) barrier_arrive(shared.released + ended.index * 8 + (loaded & (gridDim.z - 1)));
     ended.advance();
   }
 
@@ -216,7 +186,7 @@ struct Consumer {
 // `scratch`: of the rows' scales, which have been read.
 DEVICE void finish(const float (&acc)[WIDTH / 2], u8* ring, u8* exchange, float* scratch, u32 arrived,
                    const Output& o, const Norms& norms, const uint4& norm_weight, int first, int end,
-                   int rank, int first_rank, const Place& at) {
+                   int rank, const Place& at) {
   if constexpr (GATE_UP) {
     float h[WIDTH / 4];
     swiglu_all(h, acc);
@@ -227,19 +197,17 @@ DEVICE void finish(const float (&acc)[WIDTH / 2], u8* ring, u8* exchange, float*
       send_maxima(maxima, arrived, rank, at.thread);
       store_fp8_tile(h, maxima, ring, o, first / 2, rank, at);
     } else {
-      open_exchange();
       store_bf16_tile(h, ring, o, first / 2, at);
     }
-    close_exchange(), leave_exchange();
   } else {
     uint4 residuals[kItems];
     put_partial_sums(acc, ring, o.num_rows, at);
     open_exchange();
-    send_partial_sums(ring, exchange, arrived, o.num_rows, rank, first_rank, at);
+    send_partial_sums(ring, exchange, arrived, o.num_rows, rank, at);
     load_residuals(residuals, o, first, rank, at.thread);
-    if (SPLIT > 1) barrier_wait_cluster(arrived, 0);
+    if (kCluster > 1) barrier_wait_cluster(arrived, 0);
     close_exchange();
-    const float4* sums = reinterpret_cast<const float4*>(SPLIT > 1 ? exchange : ring);
+    const float4* sums = reinterpret_cast<const float4*>(kCluster > 1 ? exchange : ring);
 #if NORMS
     store_normed(sums, residuals[0], norm_weight, reinterpret_cast<float2*>(scratch), o, norms, first,
                  rank, at.thread);
@@ -264,23 +232,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   let_next_kernel_start();
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
-  const int sharer = rank / SPLIT % SHARED, first_sharer = rank - sharer * SPLIT;
   const int first = blockIdx.x / SPLIT * kWidth, first_row = blockIdx.y * kRows;
   const int end = max(first, min(first + kWidth, row_tiles * 64));
   const int part = rank % SPLIT;  // of K
-  const int finisher = GATE_UP || NORMS ? rank : part;  // of those that finish columns together
   const int begin = SPLIT > 1 ? part * num_blocks / SPLIT : 0;
   const int stop = SPLIT > 1 ? (part + 1) * num_blocks / SPLIT : num_blocks;
-  const int blocks = SHARED > 1 || first < end ? stop - begin : 0;
+  const int blocks = first < end ? stop - begin : 0;
   const u32 full_weights = shared_address(barriers), full_rows = full_weights + STAGES * 8;
   const u32 released = full_rows + ROW_STAGES * 8, arrived = released + kReleased * 8;
   const Shared shared = {shared_address(ring),    shared_address(ring) + STAGES * kWeightBytes,
                          shared_address(scales), full_weights, full_rows, released};
-  const int part_rows = (min(kRows, output.num_rows) + 8 * SHARED - 1) / (8 * SHARED) * 8;
-  const Problem problem = {tiles, act_scales, num_blocks, output.scale_stride,
-                           first, end,        begin,      blocks,
-                           first_row,         part_rows,  sharer,
-                           kSharers << first_sharer};
+  const Problem problem = {tiles, act_scales, num_blocks, output.scale_stride, first,
+                           end,   begin,      blocks,     first_row,
+                           min(kRows, (output.num_rows + 7) / 8 * 8) * 128};
   output.keep_rows(first_row, kRows);
   norms.skip_rows(first_row, output.num_features);
   Producer producer = {shared, problem, map};
@@ -288,13 +252,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   if (is_producer) {
     barrier_init(arrived, 1);
     producer.start();
-    barrier_expect(arrived, bytes_to_arrive(output.num_rows, finisher));
+    barrier_expect(arrived, bytes_to_arrive(output.num_rows, rank));
   }
   __syncwarp();
   if (IS_FP8)
     for (int i = thread; i < blocks * kScales; i += kThreads) {
-      const int row = min(first + unit_of_scale(i % kScales) * 8, row_tiles * 64 - 8);
-      const int block = begin + i / kScales;
+      const int row = min(first + unit_of_scale(i % kScales) * 8, end - 8), block = begin + i / kScales;
       unit_scales[i] = tile_scales[(static_cast<i64>(row / 64) * num_blocks + block) * 2 + row / 8 % 2];
     }
   if (kQuantises)
@@ -303,11 +266,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   announce();
   if (warp >= kConsumers / 32) {
     if (kMovesRegisters) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (SHARED > 1) open_exchange();  // all have their barriers
     if (is_producer) producer.run();
     __syncwarp();
-    if (SHARED == 1) open_exchange();
-    close_exchange(), leave_exchange();
+    open_exchange(), close_exchange(), leave_exchange();
     return;
   }
 
@@ -326,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   float acc[WIDTH / 2] = {};
   Consumer consumer = {shared, scales,    unit_scales + col_group * (kScales / COL_GROUPS),
                        blocks, row_group, col_group,
-                       warp,   lane,      first_sharer};
+                       warp,   lane};
   consumer.sum(acc);
 #if SCALES_ROWS
   scale_rows(acc, factors);
@@ -334,5 +295,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
   wait_for_previous_kernels();
 #endif
   finish(acc, ring, exchange, scales, arrived, output, norms, norm_weight, GATE_UP ? first : finished,
-         end, finisher, rank - finisher, at);
+         end, rank, at);
 }

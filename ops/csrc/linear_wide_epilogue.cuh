@@ -18,8 +18,7 @@ constexpr bool kHasWholeTiles = WIDTH % 64 == 0;
 constexpr int kScales = kHasWholeTiles ? kWidth / 32 : kUnits;  // of a block of K
 constexpr int kFeatures = kWidth / 2;   // of SwiGLU, per CTA
 constexpr int kTiles = NORMS ? 128 / kWidth : 1;  // of columns, which a cluster finishes together
-constexpr int kCluster = kQuantises ? 128 * GROUPS / kFeatures : SPLIT * (NORMS ? kTiles : SHARED);
-constexpr bool kMeetsAtEnd = kCluster > 1 && (!GATE_UP || SHARED > 1);
+constexpr int kCluster = kQuantises ? 128 * GROUPS / kFeatures : SPLIT * kTiles;
 constexpr int kPlaces = 128 % kFeatures == 0 ? 1 : 2;  // groups of 128 that a CTA may have parts of
 constexpr int kReleased = STAGES > ROW_STAGES ? STAGES : ROW_STAGES;
 constexpr int kLeast = STAGES < ROW_STAGES ? STAGES : ROW_STAGES;
@@ -31,15 +30,6 @@ constexpr int kExchangeBytes = kQuantises              ? kPlaces * (1 + kCluster
                                : !GATE_UP && SPLIT > 1 ? kRows * kWidth * 4
                                                        : 0;
 
-constexpr u32 ranks_that_share() {
-  u32 ranks = 0;
-  for (int i = 0; i < SHARED; ++i) ranks |= 1u << i * SPLIT;
-  return ranks;
-}
-constexpr u32 kSharers = ranks_that_share();  // rows of x with rank 0
-
-static_assert(kCluster % (SPLIT * SHARED) == 0, "a cluster has all that share");
-static_assert(ROW_GROUPS * 8 % SHARED == 0, "sharers fetch whole groups of 8 rows");
 static_assert(WIDTH % (GATE_UP ? 16 : 8) == 0, "gate and up alternate every 8 rows");
 static_assert(!GATE_UP || SPLIT == 1, "SwiGLU needs whole sums");
 static_assert(!kQuantises || kFeatures <= 128, "a CTA has parts of two groups at most");
@@ -94,13 +84,13 @@ DEVICE void open_exchange() {
 
 // No CTA ends before all have what the copy engine takes from its ring.
 DEVICE void close_exchange() {
-  if (!kMeetsAtEnd) return;
+  if (kCluster == 1 || GATE_UP) return;
   __syncwarp();
   cluster_arrive_relaxed();
 }
 
 DEVICE void leave_exchange() {
-  if (!kMeetsAtEnd) return;
+  if (kCluster == 1 || GATE_UP) return;
   __syncwarp();
   cluster_wait();
 }
@@ -120,7 +110,7 @@ DEVICE void put_partial_sums(const float (&acc)[WIDTH / 2], u8* ring, int num_ro
     for (int unit = 0; unit < WIDTH / 8; ++unit)
       target[unit * 32] = {acc[unit * 4 + half * 2], acc[unit * 4 + half * 2 + 1]};
   }
-  if (SPLIT == 1)
+  if (kCluster == 1)
     consumers_sync();
   else
     fence_async_proxy(), __syncwarp();
@@ -131,13 +121,12 @@ DEVICE int groups_of(int rank, int num_rows) {
   return min(max((num_rows + 7) / 8 - rank * kRowGroups, 0), kRowGroups);
 }
 
-// `rank`: of those that finish a tile, from `first_rank` of the cluster on.
 DEVICE void send_partial_sums(const u8* ring, u8* exchange, u32 arrived, int num_rows, int rank,
-                              int first_rank, const Place& at) {
-  if (SPLIT == 1) return;
+                              const Place& at) {
+  if (kCluster == 1) return;
   const int group = at.row / 8 + at.lane;  // of lanes 0 and 1
   if (at.lane < 2 && group * 8 < num_rows) {
-    const int target = first_rank + group / kRowGroups, columns = at.col_group * (WIDTH / 8) * 256;
+    const int target = group / kRowGroups, columns = at.col_group * (WIDTH / 8) * 256;
     const int part = rank % SPLIT * kRowGroups + group % kRowGroups;
     const int place = (part * kTiles + rank / SPLIT) * kUnits * 256 + columns;
     cluster_copy(cluster_address(shared_address(exchange) + place, target),

@@ -54,7 +54,7 @@ def test_wide_variants_compile(kind):
     for plan, is_gate_up in (
         (WidePlan(80, 1, 2, 4, 3, split=8, batch=2), False),
         (WidePlan(160, 2, 1, 3, 4, groups=5, producers=128), True),
-        (WidePlan(96, 3, 1, 4, 3, split=2, shared=2), False),
+        (WidePlan(96, 3, 1, 4, 3, split=2), False),
     ):
         defines = plan.defines(is_fp8, is_gate_up, 2560)
         assert nvrtc.compile_source("linear_wide.cu", "sm_90a", defines)[:4] == b"\x7fELF"
@@ -66,9 +66,6 @@ def test_ctas_cover_the_weight_in_whole_clusters():
     assert plan.cluster(True, False) == 1 and plan.num_ctas(304, 1) == 122
     plan = WidePlan(80, 1, 2, 4, 4, split=8)
     assert plan.cluster(False, True) == 8 and plan.num_ctas(40, 8) == 128
-    plan = WidePlan(96, 2, 1, 4, 4, split=4, shared=2)
-    assert plan.cluster(False, False) == 8 and plan.num_ctas(40, 8) == 112  # 108 have features
-    assert [plan.box_rows(num_rows) for num_rows in (1, 100, 128, 300)] == [8, 56, 64, 64]
 
 
 @pytest.mark.gpu
@@ -139,41 +136,6 @@ def test_how_a_tile_is_streamed_changes_no_bit(width, k, kind):
         for stream in STREAMS:
             out = poisoned_launch(x, weight, 512, plan=replace(plan, **stream))
             assert torch.equal(out, expected), (num_rows, stream)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("plan", "is_gate_up"),
-    [
-        (WidePlan(96, 2, 1, 4, 4, split=2, shared=2), False),
-        (WidePlan(80, 1, 1, 3, 5, split=4, shared=2), False),
-        (WidePlan(48, 2, 1, 5, 3, shared=4), False),
-        (WidePlan(96, 2, 1, 3, 4, split=4, shared=2, batch=2, producers=128), False),
-        (WidePlan(160, 2, 1, 3, 4, groups=5, shared=2), True),
-        (WidePlan(192, 2, 1, 3, 3, groups=3, shared=4, producers=128), True),
-        (WidePlan(64, 1, 2, 3, 3, groups=1, shared=2), True),
-    ],
-)
-def test_sharing_rows_changes_no_bit(plan, is_gate_up, kind):
-    """450 features leave the last cluster a CTA without any."""
-    n = 1664 if is_gate_up else 450
-    weight = packed(random_weight(n, 832, "cuda"), kind, is_gate_up=is_gate_up)
-    for num_rows in rows_to_try(plan):
-        x = activation(random_rows(num_rows, 832, "cuda"), kind)
-        num_features = n // 2 if is_gate_up else n
-        alone = poisoned_launch(x, weight, num_features, plan=replace(plan, shared=1))
-        for _ in range(3):
-            out = poisoned_launch(x, weight, num_features, plan=plan)
-            assert_equal(out, alone)
-
-
-def assert_equal(out, expected):
-    if not isinstance(out, BlockScaled):
-        assert torch.equal(out, expected)
-        return
-    assert torch.equal(out.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert torch.equal(out.scale, expected.scale)
 
 
 @pytest.mark.gpu
