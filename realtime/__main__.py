@@ -48,6 +48,9 @@ def _main(argv: list[str]) -> int:
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == wanted:
             _module(name).add_arguments(subparser)
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # said with the usage of the command that does not know it
         subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")

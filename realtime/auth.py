@@ -91,7 +91,7 @@ def load_api_keys(file: Path | None, environ: Mapping[str, str]) -> ApiKeys:
     """
     keys: list[str] = []
     if file is not None:
-        keys += _from_source(f"api_keys_file {file}", _read(file).splitlines())
+        keys += _from_source(f"--api-keys-file {file}", _read(file).splitlines())
     if KEYS_VARIABLE in environ:
         keys += _from_source(KEYS_VARIABLE, environ[KEYS_VARIABLE].split(","))
     return ApiKeys(keys)
@@ -101,7 +101,8 @@ def _read(file: Path) -> str:
     try:
         return file.read_text("utf-8")
     except (OSError, ValueError) as error:
-        message = f"api_keys_file: cannot read {file}: {error}"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        message = f"--api-keys-file: cannot read {file}: {why}"
         raise ConfigError(message=message, param="api_keys_file") from error
 
 

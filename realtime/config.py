@@ -209,9 +209,9 @@ class ServerConfig:
 
     def _check(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
-            raise ConfigError(
-                message=f"{name}: got {getattr(self, name)!r}, expected {expected}", param=name
-            )
+            value = getattr(self, name)
+            shown = str(value) if isinstance(value, Path) else repr(value)
+            raise ConfigError(message=f"{name}: got {shown}, expected {expected}", param=name)
 
     def client_text_chars_per_s(self, num_slots: int) -> int:
         """0: any number."""

@@ -106,7 +106,9 @@ def load_on_device(config: ServerConfig, device: str, slots: Slots) -> Engine:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device.startswith("cuda") and not torch.cuda.is_available():
-        raise PlosiveError("model_unusable", f"there is no CUDA device here for {device!r}")
+        raise PlosiveError(
+            "model_unusable", "there is no CUDA device here; --device cpu does without"
+        )
     run_as = None if config.format == "auto" else cast(RunAs, config.format)
     try:
         with progress_bar(_weight_bytes(path), f"loading {path.name}") as on_bytes:
@@ -175,7 +177,9 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             why = f"port {port} on {host} is in use; choose another with --port (0: any free one)"
         else:
-            why = f"cannot listen on {host}, port {port}: {error.strerror or error}"
+            number = error.errno or 0  # not above 0: of the name's look-up
+            cause = os.strerror(number) if number > 0 else error.strerror
+            why = f"cannot listen on {host}, port {port}: {cause}"
         raise PlosiveError("address_unusable", why) from error
 
 

@@ -357,5 +357,7 @@ async def test_plosive_say_shows_its_key(closed: Served, tmp_path: Path) -> None
 def test_serve_does_not_start_with_keys_that_cannot_be_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["serve", "--api-keys-file", str(tmp_path / "none")]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    none = tmp_path / "none"
+    assert main(["serve", "--api-keys-file", str(none)]) == 2
+    why = f"--api-keys-file: cannot read {none}: No such file or directory"
+    assert capsys.readouterr().err == f"plosive serve: {why}\n"

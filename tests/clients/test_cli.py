@@ -16,6 +16,7 @@ import pytest
 
 from clients import ConnectionFailed
 from clients.local_server import LocalServer, running_server
+from realtime.__main__ import main
 from realtime.cli import say
 from realtime.wire import SessionStart, TurnStarted, TurnText
 from tests.clients.command_line import HOW_TO_GIVE_IT, MISSING_KEY, run
@@ -324,3 +325,8 @@ def test_help_is_fast_to_reach_and_needs_no_torch() -> None:
             [sys.executable, "-c", code, command], capture_output=True, text=True, check=True
         )
         assert "--url" in result.stdout
+
+
+def test_without_a_command_there_is_help(capsys) -> None:
+    assert main([]) == 2
+    assert "speak one text, through a server" in capsys.readouterr().err

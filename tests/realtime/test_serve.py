@@ -202,6 +202,8 @@ def test_bad_option_and_bad_host() -> None:
     assert result.stderr == "plosive: --lifeline-fd: file descriptor 99 is not open\n"
     with pytest.raises(PlosiveError, match="cannot listen on nowhere.invalid"):
         bind("nowhere.invalid", 0)
+    with pytest.raises(PlosiveError, match=r"1\.2\.3\.4, port 0: Cannot assign requested address$"):
+        bind("1.2.3.4", 0)
 
 
 def test_model_path_missing(tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_model_path_missing(tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PlosiveError, match="no CUDA device"):
+    with pytest.raises(PlosiveError, match="cuda:0: there is no CUDA device here; --device cpu "):
         load_engine(ServerConfig(device="cuda:0"))
 
 
