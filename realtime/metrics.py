@@ -4,6 +4,7 @@ Base units as Prometheus wants them: seconds, bytes, `_total` counters.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -22,49 +23,34 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self.sessions = Gauge("plosive_sessions", "Open sessions", registry=registry)
-        self.sessions_opened = Counter(
-            "plosive_sessions_opened", "Sessions accepted", registry=registry
-        )
-        self.refused = Counter(
-            "plosive_sessions_refused", "Upgrades refused", ["reason"], registry=registry
-        )
-        self.ttfa = Histogram(
+        self.sessions_opened = counter("plosive_sessions_opened", "Sessions accepted")
+        self.refused = counter("plosive_sessions_refused", "Upgrades refused", ["reason"])
+        self.ttfa = histogram(
             "plosive_ttfa_seconds",
             "Commit parsed -> first packet handed to the socket (below 0 counts as 0)",
             buckets=_TTFA_BUCKETS_S,
-            registry=registry,
         )
-        self.ready = Histogram(
-            "plosive_prefill_seconds",
-            "Speaker reference and prompt",
-            buckets=_READY_BUCKETS_S,
-            registry=registry,
+        self.ready = histogram(
+            "plosive_prefill_seconds", "Speaker reference and prompt", buckets=_READY_BUCKETS_S
         )
-        self.turns = Counter("plosive_turns", "Turns by how they ended", ["end"], registry=registry)
-        self.frames = Counter("plosive_frames", "Frames encoded", registry=registry)
-        self.stale_frames = Counter(
-            "plosive_stale_frames", "Frames dropped before encoding", registry=registry
-        )
-        self.packets = Counter("plosive_packets", "Packets encoded", registry=registry)
-        self.audio_bytes = Counter(
-            "plosive_audio_bytes", "Bytes of encoded audio", registry=registry
-        )
-        self.underruns = Counter(
-            "plosive_underruns", "Gaps by the server's playback clock", registry=registry
-        )
-        self.encode = Histogram(
+        self.turns = counter("plosive_turns", "Turns by how they ended", ["end"])
+        self.frames = counter("plosive_frames", "Frames encoded")
+        self.stale_frames = counter("plosive_stale_frames", "Frames dropped before encoding")
+        self.packets = counter("plosive_packets", "Packets encoded")
+        self.audio_bytes = counter("plosive_audio_bytes", "Bytes of encoded audio")
+        self.underruns = counter("plosive_underruns", "Gaps by the server's playback clock")
+        self.encode = histogram(
             "plosive_encode_seconds",
             "Resampling and encoding, per event of the codec",
             buckets=_ENCODE_BUCKETS_S,
-            registry=registry,
         )
-        self.blocked = Counter(
-            "plosive_blocked",
-            "Streams paused because their socket did not drain",
-            registry=registry,
+        self.blocked = counter(
+            "plosive_blocked", "Streams paused because their socket did not drain"
         )
-        self.errors = Counter("plosive_errors", "Errors sent, by code", ["code"], registry=registry)
+        self.errors = counter("plosive_errors", "Errors sent, by code", ["code"])
 
     def watch(self, name: str, help: str, read: Callable[[], float]) -> None:
         """A gauge that is read when it is scraped."""

@@ -68,7 +68,8 @@ class Segmenter:
         """Whether what has arrived and is not closed yet would be over if another sentence began."""
         text = self._rest.rstrip()
         going_on = self._rest + _NEXT  # an empty line ends one too
-        ends = [mark.end for mark in marks(going_on, False, len(self._rest)) if _is_sentence(mark)]
+        found = marks(going_on, False, len(self._rest))
+        ends = [mark.end for mark in found if mark.kind is Kind.SENTENCE]
         return bool(ends) and ends[-1] == len(text) and is_speakable(text)
 
     def _close(self, is_final: bool) -> list[Segment]:
@@ -126,10 +127,6 @@ class Segmenter:
         else:
             is_long_enough = mark.end >= policy.first_clause_chars and not self._has_closed
         return is_long_enough and is_speakable(self._rest[: mark.end])
-
-
-def _is_sentence(mark: Mark) -> bool:
-    return mark.kind is Kind.SENTENCE
 
 
 def _num_fitting(text: str, max_letters: int) -> int:
