@@ -93,13 +93,9 @@ class OpusEncoder:
             raise load_opuslib().OpusError(result)
 
 
+@cache
 def opus_pre_skip_samples(sample_rate: int) -> int:
     """The look-ahead that every turn at this rate begins with."""
-    return _pre_skip_samples(sample_rate)
-
-
-@cache
-def _pre_skip_samples(sample_rate: int) -> int:
     return OpusEncoder(sample_rate, bitrate=32_000).pre_skip_samples
 
 

@@ -130,11 +130,7 @@ _KINDS: dict[str, _Kind] = {
         # FFmpeg's headers would have to be patched at the end.
         _Container("mp3", "libmp3lame", {"id3v2_version": "0", "write_xing": "0"}),
     ),
-    "opus": _Kind(
-        "audio/ogg",
-        (24_000, 48_000),
-        _opus_bitrates,
-    ),
+    "opus": _Kind("audio/ogg", (24_000, 48_000), _opus_bitrates),
     "aac": _Kind(
         "audio/aac",
         _PCM_RATES,
@@ -268,7 +264,7 @@ class _AvWriter:
             samples = np.ascontiguousarray(pcm, np.float32)[None]
             frame = av.AudioFrame.from_ndarray(samples, format="flt", layout="mono")
             frame.sample_rate = self._rate
-            frame.pts = self._num_samples  # from which Ogg's positions count
+            frame.pts = self._num_samples
             self._num_samples += len(pcm)
             self._mux(self._stream.encode(frame))
         return self._take()
