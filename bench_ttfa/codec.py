@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench_ttfa.gpu_timing import need_cuda
 from bench_ttfa.system import describe_machine, describe_software
 from model.codec import Codec, load_codec
 from model.codec.dac import DacCodec
@@ -60,11 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", default="embedded", help='a checkpoint\'s path, "embedded" or "random:..."'
     )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--batch", type=_numbers, default=[1, 8, 64], help="streams per call")
-    parser.add_argument("--frames", type=_numbers, default=[1, 2, 4], help="frames per call")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where there is one, else cpu",
+    )
+    parser.add_argument(
+        "--batch", type=_numbers, default=[1, 8, 64], help="streams per call (default: 1,8,64)"
+    )
+    parser.add_argument(
+        "--frames", type=_numbers, default=[1, 2, 4], help="frames per call (default: 1,2,4)"
+    )
     parser.add_argument("--json", type=Path, help="write the record here")
     options = parser.parse_args(arguments)
+    need_cuda(parser, options.device)
     with torch.inference_mode():
         for record in measure(options.model, options.device, options.batch, options.frames):
             calls = record["calls"]

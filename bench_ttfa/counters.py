@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from bench_ttfa.gpu_timing import need_cuda
 from bench_ttfa.kernels_attention import Layers
 from bench_ttfa.kernels_layer import Weights, layer_calls
 from bench_ttfa.system import describe_machine, describe_software
@@ -184,17 +185,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rows", default="1,16,64,128", help="numbers of rows")
-    parser.add_argument("--format", default="bsfp8", choices=("bf16", "bsfp8"))
+    parser.add_argument(
+        "--rows", default="1,16,64,128", help="numbers of rows (default: 1,16,64,128)"
+    )
+    parser.add_argument(
+        "--format", default="bsfp8", choices=("bf16", "bsfp8"), help="default: bsfp8"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.inside:
         run_inside([int(number) for number in args.rows.split(",")], args.format, args.inside)
         return 0
-    if not torch.cuda.is_available() or shutil.which("ncu") is None:
-        print("bench_ttfa.counters needs a CUDA device and ncu", file=sys.stderr)
-        return 1
+    need_cuda(parser)
+    if shutil.which("ncu") is None:
+        parser.error("this needs ncu of NVIDIA Nsight Compute, and it is not on the PATH")
     counters = profile(args.rows, args.format)
     print(table_of(counters))
     if args.json:

@@ -12,6 +12,7 @@ import argparse
 import heapq
 import itertools
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bench_ttfa.gpu_timing import need_cuda
 from bench_ttfa.measure import percentile
 from bench_ttfa.workload import TextSource
 from model.kv_cache import KvFormat
@@ -323,18 +325,35 @@ class Bench:
         print(report(name, turns, spans, window_s, host), flush=True)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m bench_ttfa.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", default="random:s2-pro?reference_s=30")
+    parser.add_argument(
+        "--model",
+        default="random:s2-pro?reference_s=30",
+        help="a checkpoint's path or random:... (default: random:s2-pro?reference_s=30)",
+    )
     parser.add_argument("--format", choices=("eager", "bf16", "bsfp8"), help="default: as serve")
-    parser.add_argument("--kv-format", choices=("bf16", "fp8"), default="bf16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument(
+        "--kv-format", choices=("bf16", "fp8"), default="bf16", help="default: bf16"
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: cuda where there is one, else cpu",
+    )
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[1, 8, 64], help="a run each (default: 1 8 64)"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="of each run (default: 2)")
-    parser.add_argument("--delay-ms", type=float, default=10.0, help="default: 10")
-    args = parser.parse_args()
+    parser.add_argument(
+        "--delay-ms", type=float, default=10.0, help="between two turns of a stream (default: 10)"
+    )
+    args = parser.parse_args(argv)
+    need_cuda(parser, args.device)
     model = load_speech_model(Path(args.model), device=args.device, run_as=args.format)
     bench = Bench(model, max(args.streams), args.delay_ms / 1e3, kv_format=args.kv_format)
     bench.start()
@@ -342,7 +361,8 @@ def main() -> None:
         bench.run(f"{num_streams} streams", args.seconds, num_streams)
         bench.run(f"{num_streams} that begin at once", args.seconds, num_streams, spread_s=0.0)
     bench.engine.stop()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from bench_ttfa.gate_speed import gate
+from bench_ttfa.gpu_timing import need_cuda
 from bench_ttfa.system import describe_machine, describe_software
 from model.dual_ar import DualAR
 from model.kv_cache import KVCache, KvFormat
@@ -193,10 +194,9 @@ def run(args: argparse.Namespace) -> tuple[list[FrameTime], dict[str, dict[str, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    if not torch.cuda.is_available():
-        print("frames are timed on a CUDA device, and there is none", file=sys.stderr)
-        return 2
+    parser = _parser()
+    args = parser.parse_args(argv)
+    need_cuda(parser)
     gpu = torch.cuda.get_device_name(args.device)
     results, memory = run(args)
     record = {

@@ -54,6 +54,7 @@ from bench_ttfa.gate_inputs import (
     prompts_of,
     read_inputs,
 )
+from bench_ttfa.gpu_timing import need_cuda
 from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.embedded import embedded_path
@@ -379,6 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the verdict here")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    need_cuda(parser, "cuda" if args.model.startswith("random:s2-pro") else device)
     verdict = judge(args.model, torch.device(device), args.format, args.kv, args.batch)
     print(verdict)
     if not is_random(args.model) and not are_of_these_weights():

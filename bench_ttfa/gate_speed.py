@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("record", type=Path, metavar="RECORD.json", help="of bench_ttfa.frames")
-    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
+    parser.add_argument(
+        "--baseline", type=Path, default=BASELINE, metavar="FILE", help=f"default: {BASELINE.name}"
+    )
     parser.add_argument("--freeze", action="store_true", help="make the run the baseline")
     parser.add_argument("--lower", metavar="REASON", help="why some figures are frozen lower")
     args = parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,12 @@ class Timing:
     rows: int
     us: float
     gb_per_s: float
+
+
+def need_cuda(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
+    """Exit with status 2 and a sentence if `device` is a CUDA device and torch finds none."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"this needs a CUDA device, and torch {torch.__version__} finds none here")
 
 
 def graph_us(calls: Sequence[Call], replays: int = _REPLAYS) -> float:

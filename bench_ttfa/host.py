@@ -40,7 +40,14 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     option = parser.add_argument
-    option("--streams", type=positive_int, nargs="+", default=[16, 64], metavar="N")
+    option(
+        "--streams",
+        type=positive_int,
+        nargs="+",
+        default=[16, 64],
+        metavar="N",
+        help="a level each (default: 16 64)",
+    )
     option("--seconds", type=positive_float, default=10.0, help="each level (default: 10)")
     option("--step-ms", type=positive_float, default=5.0, help="of the engine (default: 5)")
     option("--host-ms", type=float, default=0.3, help="of it, Python (default: 0.3)")
@@ -50,10 +57,16 @@ def main(argv: list[str] | None = None) -> int:
         default=4,
         help="that the engine gives at once (default: 4)",
     )
-    option("--codec", choices=("opus", "pcm_s16le"), default="opus")
-    option("--rate-hz", type=positive_int, default=24_000, help="of the packets")
+    option("--codec", choices=("opus", "pcm_s16le"), default="opus", help="default: opus")
+    option("--rate-hz", type=positive_int, default=24_000, help="of the packets (default: 24000)")
     option("--out", type=Path, help="directory for a JSON file")
-    option("--serve", nargs=argparse.REMAINDER, default=[], metavar="OPTION")
+    option(
+        "--serve",
+        nargs=argparse.REMAINDER,
+        default=[],
+        metavar="OPTION",
+        help="options of the server",
+    )
     args = parser.parse_args(argv)
     return exit_status("bench_ttfa.host", partial(_run, args))
 

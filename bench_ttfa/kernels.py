@@ -26,7 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_ttfa.gpu_timing import Call, Timing, copy_bandwidth, graph_us, num_copies, rotated
+from bench_ttfa.gpu_timing import (
+    Call,
+    Timing,
+    copy_bandwidth,
+    graph_us,
+    need_cuda,
+    num_copies,
+    rotated,
+)
 from bench_ttfa.system import describe_machine, describe_software
 from ops import reference
 from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
@@ -199,16 +207,16 @@ def table(timings: Sequence[Timing], bandwidth: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench_ttfa.kernels", description=__doc__.split("\n")[0]
+        prog="python -m bench_ttfa.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
     parser.add_argument("--ops", default=",".join((*LINEARS, MLP, "layer")), help="which ops")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("bench_ttfa.kernels needs a CUDA device", file=sys.stderr)
-        return 1
+    need_cuda(parser)
     warnings.simplefilter("ignore")
     rows = [int(number) for number in options.rows.split(",")]
     bandwidth = copy_bandwidth()

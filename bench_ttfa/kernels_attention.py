@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies, rotated
+from bench_ttfa.gpu_timing import Call, Timing, graph_us, need_cuda, num_copies, rotated
 from bench_ttfa.system import describe_machine, describe_software
 from model.kv_cache import KvFormat
 from ops import attention, attention_launch, reference, sampling
@@ -275,14 +275,14 @@ def line(timing: Timing) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench_ttfa.kernels_attention", description=__doc__.split("\n")[0]
+        prog="python -m bench_ttfa.kernels_attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("bench_ttfa.kernels_attention needs a CUDA device", file=sys.stderr)
-        return 1
+    need_cuda(parser)
     print(f"{'op':46} {'variant':23} rows       us   GB/s")
     timings = []
     for timing in measure(options.kv):

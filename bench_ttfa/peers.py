@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench_ttfa.gpu_timing import Timing, copy_bandwidth, graph_us, num_copies, rotated
+from bench_ttfa.gpu_timing import Timing, copy_bandwidth, graph_us, need_cuda, num_copies, rotated
 from bench_ttfa.kernels import MLP, pack, random_matrix, shapes_of, table, weight_bytes
 from bench_ttfa.system import describe_machine, describe_software
 from ops import reference, reference_fp8
@@ -205,9 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", default=names, help=f"some of {names}")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("bench_ttfa.peers needs a CUDA device", file=sys.stderr)
-        return 1
+    need_cuda(parser)
     warnings.simplefilter("ignore")
     wanted, rows = options.peers.split(","), [int(number) for number in options.rows.split(",")]
     bandwidth = copy_bandwidth()

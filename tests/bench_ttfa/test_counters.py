@@ -42,7 +42,9 @@ def test_launches_that_nobody_counted_are_not_guessed_at() -> None:
         read("no permission", {"layer": 1})
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so(capsys) -> None:
-    assert counters.main([]) == 1
-    assert "ncu" in capsys.readouterr().err
+def test_without_ncu_it_says_so(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(counters.shutil, "which", lambda _name: None)
+    with pytest.raises(SystemExit):
+        counters.main([])
+    assert "ncu" in capsys.readouterr().err.splitlines()[-1]

@@ -1,15 +1,8 @@
 """The captured frame is timed; what is done with the times is `test_gate_speed`."""
 
 import pytest
-import torch
 
 from bench_ttfa import frames
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
-def test_without_a_device_it_says_so(capsys) -> None:
-    assert frames.main([]) == 2
-    assert "CUDA" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

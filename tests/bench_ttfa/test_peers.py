@@ -50,9 +50,3 @@ def test_a_library_that_is_not_installed_is_a_reason(weights):
         deep_gemm.make(weights)
     assert reason_of(caught.value) == "ModuleNotFoundError: No module named 'deep_gemm'"
     assert reason_of(RuntimeError("\nfirst\nsecond")) == "RuntimeError: first"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so(capsys):
-    assert peers.main([]) == 1
-    assert "CUDA" in capsys.readouterr().err
