@@ -36,6 +36,7 @@ from bench_ttfa.gpu_timing import (
     rotated,
 )
 from bench_ttfa.system import describe_machine, describe_software
+from model.wide_rows import MOST_NARROW_ROWS
 from ops import reference
 from ops.linear import PackedWeight, gate_up_swiglu, linear, pack_bf16, pack_fp8
 from ops.quantize import Kind, quantize_rows, quantize_weight
@@ -48,7 +49,7 @@ LINEARS = {
     "down": (2560, 9728),
 }
 MLP = "mlp block"
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192)
 
 
 def random_matrix(num_rows: int, num_columns: int) -> Tensor:
@@ -65,6 +66,11 @@ def pack(weight: Tensor, kind: Kind, *, is_gate_up: bool = False) -> PackedWeigh
 def weight_bytes(shapes: Sequence[tuple[int, int]], kind: Kind) -> int:
     values = sum(n * k for n, k in shapes)
     return values * 2 if kind == "bf16" else values + values // 128**2 * 4
+
+
+def narrow(rows: Sequence[int], kind: Kind) -> list[int]:
+    """Those that a model runs through these kernels; more are the vendor's (`model.wide_rows`)."""
+    return [num_rows for num_rows in rows if num_rows <= MOST_NARROW_ROWS[kind]]
 
 
 def shapes_of(op: str) -> list[tuple[int, int]]:
@@ -177,7 +183,7 @@ def measure(op: str, rows: Sequence[int], *, has_compile: bool) -> list[Timing]:
         num_bytes = weight_bytes(shapes_of(op), kind)
         try:
             calls = prepare()
-            for num_rows in rows:
+            for num_rows in narrow(rows, kind) if name == kind else rows:
                 us = graph_us(calls(num_rows))
                 timings.append(Timing(op, name, num_rows, us, num_bytes / us / 1000))
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, num_copies
-from bench_ttfa.kernels import LINEARS, pack, random_matrix, weight_bytes
+from bench_ttfa.kernels import LINEARS, narrow, pack, random_matrix, weight_bytes
 from bench_ttfa.kernels_attention import EPS, Layers
 from model.kv_cache import KvFormat
 from ops.attended_linear import attended_linear_and_norm
@@ -78,7 +78,7 @@ def measure_layers(rows: Sequence[int], kinds: Sequence[Kind] = ("bsfp8", "bf16"
     for kind in kinds:
         num_bytes = weight_bytes(list(LINEARS.values()), kind)
         weights = [Weights.random(kind) for _ in range(num_copies(num_bytes))]
-        for kv_format, num_rows in itertools.product(KV_FORMATS, rows):
+        for kv_format, num_rows in itertools.product(KV_FORMATS, narrow(rows, kind)):
             caches = Layers([_CONTEXT] * num_rows, kv_format)
             us = graph_us(layer_calls(weights, caches, num_rows, kind))
             variant = kind if kv_format == "bf16" else f"{kind}, {kv_format} KV"
