@@ -43,7 +43,7 @@ SERVING = {
     "default_voice": "af_heart",
     "max_segment_chars": 190,
     "max_frames": 400,
-    "temperature": 0.5,
+    "temperature": 0.3,
     "top_p": 0.9,
     "top_k": 30,
 }
