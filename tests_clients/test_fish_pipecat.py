@@ -1,8 +1,7 @@
 """Pipecat's own Fish Audio service against the Plosive server: nothing changed but the URL."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import numpy as np
@@ -11,22 +10,18 @@ import pytest
 pytest.importorskip("pipecat")
 
 from pipecat.frames.frames import (
-    CancelFrame,
     ErrorFrame,
     InterruptionFrame,
     MetricsFrame,
     TTSAudioRawFrame,
 )
 from pipecat.metrics.metrics import TTFBMetricsData
-from pipecat.pipeline.pipeline import Pipeline
-from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.services.fish.tts import FishAudioTTSService
-from pipecat.workers.runner import WorkerRunner
 
 from realtime.pingpong.messages import OpenSlot, SetText
 from tests.fakes import FakeEngine
-from tests.realtime.support import TIMEOUT_S, Served, make_engine, serving
-from tests_clients.test_pipecat import Ear, Talk
+from tests.realtime.support import Served, make_engine, serving
+from tests_clients.pipecat_pipeline import Talk, piped
 
 SENTENCES = (" The quick brown fox jumps over it.", " Then it sleeps.", " Nobody wakes it.")
 
@@ -39,33 +34,9 @@ class Service(FishAudioTTSService):
         self._base_url = url
 
 
-@asynccontextmanager
-async def talking(served: Served, **options) -> AsyncIterator[Talk]:
-    tts = Service(f"ws://127.0.0.1:{served.port}/v1/tts/live", sample_rate=24_000, **options)
-    upstream, downstream = Ear(), Ear()
-    worker = PipelineWorker(
-        Pipeline([upstream, tts, downstream]),
-        cancel_on_idle_timeout=False,
-        enable_rtvi=False,
-        params=PipelineParams(enable_metrics=True),
-    )
-    started = asyncio.Event()
-
-    @worker.event_handler("on_pipeline_started")
-    async def on_started(worker, frame) -> None:
-        started.set()
-
-    runner = WorkerRunner(handle_sigint=False)
-    await runner.add_workers(worker)
-    running = asyncio.create_task(runner.run())
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            await started.wait()
-        yield Talk(worker, upstream, downstream)
-    finally:
-        await worker.queue_frame(CancelFrame())
-        async with asyncio.timeout(TIMEOUT_S):
-            await running
+def talking(served: Served, **options) -> AbstractAsyncContextManager[Talk]:
+    url = f"ws://127.0.0.1:{served.port}/v1/tts/live"
+    return piped(Service(url, sample_rate=24_000, **options))
 
 
 def emitted(engine: FakeEngine) -> bytes:

@@ -1,9 +1,8 @@
 """The Pipecat service inside a Pipecat pipeline, against scripted servers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -11,9 +10,7 @@ pytest.importorskip("pipecat")
 
 from pipecat.frames.frames import (
     BotStoppedSpeakingFrame,
-    CancelFrame,
     ErrorFrame,
-    Frame,
     InterruptionFrame,
     LLMFullResponseEndFrame,
     LLMFullResponseStartFrame,
@@ -22,18 +19,14 @@ from pipecat.frames.frames import (
     TTSAudioRawFrame,
     TTSSpeakFrame,
     TTSStartedFrame,
-    TTSStoppedFrame,
     TTSTextFrame,
     TTSUpdateSettingsFrame,
 )
 from pipecat.metrics.metrics import TTFAMetricsData, TTFBMetricsData, TTSUsageMetricsData
-from pipecat.pipeline.pipeline import Pipeline
-from pipecat.pipeline.worker import PipelineParams, PipelineWorker
-from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+from pipecat.processors.frame_processor import FrameDirection
 from pipecat.services.settings import TTSSettings
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat.utils.context.audio_context_manager import AudioContextManager
-from pipecat.workers.runner import WorkerRunner
 
 from clients import Reconnect
 from clients.adapters.pipecat import PlosiveTTSService
@@ -56,97 +49,24 @@ from tests.clients.scripted_server import (
     scripted_server,
     tone,
 )
+from tests_clients.pipecat_pipeline import TIMEOUT_S, Talk, piped
 from tests_clients.speakers import say, speaker
 
-TIMEOUT_S = 10.0
 PACKET_BYTES = 2 * PACKET_SAMPLES
 STALE = b"\1" * PACKET_BYTES
 
 
-class Ear(FrameProcessor):
-    """Keeps what reaches it, and lets a test wait for something."""
-
-    def __init__(self) -> None:
-        super().__init__(enable_direct_mode=True)
-        self.frames: list[Frame] = []
-        self._arrived = asyncio.Event()
-
-    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
-        await super().process_frame(frame, direction)
-        self.frames.append(frame)
-        self._arrived.set()
-        await self.push_frame(frame, direction)
-
-    async def until(self, is_there: Callable[[], bool]) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while not is_there():
-                self._arrived.clear()
-                await self._arrived.wait()
-
-    def of(self, *kinds: type) -> list:
-        return [frame for frame in self.frames if isinstance(frame, kinds)]
-
-    @property
-    def audio(self) -> bytes:
-        return b"".join(frame.audio for frame in self.of(TTSAudioRawFrame))
-
-
-@dataclass
-class Talk:
-    """A running pipeline: errors and what speaks are at `upstream` and `downstream`."""
-
-    tts: PlosiveTTSService
-    worker: PipelineWorker
-    upstream: Ear
-    downstream: Ear
-    cancelled: list = field(default_factory=list)
-
-    async def reply(self, *tokens: str) -> None:
-        """What a language model's reply looks like to the service."""
-        await self.send(LLMFullResponseStartFrame())
-        await self.send(*map(LLMTextFrame, tokens))
-        await self.send(LLMFullResponseEndFrame())
-
-    async def send(self, *frames: Frame) -> None:
-        for frame in frames:
-            await self.worker.queue_frame(frame)
-
-    async def until_stopped(self, num_turns: int) -> None:
-        await self.downstream.until(lambda: len(self.downstream.of(TTSStoppedFrame)) >= num_turns)
-
-
 @asynccontextmanager
 async def talking(url: str, **options) -> AsyncIterator[Talk]:
-    tts = PlosiveTTSService(url=url, sample_rate=24_000, **options)
-    upstream, downstream = Ear(), Ear()
-    worker = PipelineWorker(
-        Pipeline([upstream, tts, downstream]),
-        cancel_on_idle_timeout=False,
-        enable_rtvi=False,
-        params=PipelineParams(enable_metrics=True, enable_usage_metrics=True),
-    )
-    talk = Talk(tts, worker, upstream, downstream)
-    started = asyncio.Event()
-
-    @worker.event_handler("on_pipeline_started")
-    async def on_started(worker, frame) -> None:
-        started.set()
+    tts, cancelled = PlosiveTTSService(url=url, sample_rate=24_000, **options), []
 
     @tts.event_handler("on_turn_cancelled")
     async def on_turn_cancelled(service, context_id, account) -> None:
-        talk.cancelled.append(account)
+        cancelled.append(account)
 
-    runner = WorkerRunner(handle_sigint=False)
-    await runner.add_workers(worker)
-    running = asyncio.create_task(runner.run())
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            await started.wait()
+    async with piped(tts) as talk:
+        talk.cancelled = cancelled
         yield talk
-    finally:
-        await worker.queue_frame(CancelFrame())
-        async with asyncio.timeout(TIMEOUT_S):
-            await running
 
 
 async def test_a_turn_and_a_second_turn() -> None:

@@ -26,7 +26,7 @@ from pipecat.metrics.metrics import TTFBMetricsData
 from clients import connect
 from clients.local_server import LocalServer
 from tests_clients import test_fish_livekit, test_fish_pipecat, test_livekit, test_pipecat
-from tests_clients.test_pipecat import Talk
+from tests_clients.pipecat_pipeline import Talk
 
 SENTENCES = (
     "Good morning, and welcome aboard.",
