@@ -36,6 +36,8 @@ def test_the_recipe_writes_this_folder() -> None:
     ids = tokenizer["model"]["vocab"]
     vocab = build_vocab([token for token, i in ids.items() if len(SPECIAL) < i < SEMANTIC_START])
     assert tokenizer_json(vocab) == tokenizer
+    for name in ("config.json", "tokenizer.json"):  # so that an export leaves no difference
+        assert (embedded_path() / name).read_text("utf-8").endswith("}\n")
     codec = CONFIG["codec_config"]
     made = export.model_config(DualARConfig(), codec, vocab, "prefix", "af_heart")
     assert made == CONFIG
