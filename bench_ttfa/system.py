@@ -9,7 +9,8 @@ from pathlib import Path
 
 from bench_ttfa.provenance import commit_here, source_digest
 
-_PACKAGES = ("torch", "websockets", "av", "numpy", "pydantic", "fastapi", "uvicorn", "opuslib")
+_SERVER = ("torch", "websockets", "av", "numpy", "pydantic", "fastapi", "uvicorn", "opuslib")
+_KERNELS = ("triton", "cuda-bindings", "nvidia-cuda-nvrtc", "sgl-deep-gemm", "flashinfer-python")
 _HZ = os.sysconf("SC_CLK_TCK")
 
 
@@ -29,7 +30,7 @@ def num_cores() -> int:
 
 
 def describe_software() -> dict[str, object]:
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: _version(name) for name in (*_SERVER, *_KERNELS)}
     return {
         "python": platform.python_version(),
         "packages": {name: version for name, version in versions.items() if version},
