@@ -188,6 +188,8 @@ class Session:
         return self._reopening is not None and not self._reopening.done()
 
     def _check_open(self) -> None:
+        if self._is_closing and self.protocol.has_failed:
+            raise ConnectionLost("the session was closed here")
         if self._failure is not None:
             raise self._failure
         self.protocol.check_open()

@@ -4,7 +4,15 @@ import json
 
 import pytest
 
-from clients import AudioFormat, ConnectionFailed, ProtocolError, SessionError, VoiceError, connect
+from clients import (
+    AudioFormat,
+    ConnectionFailed,
+    ConnectionLost,
+    ProtocolError,
+    SessionError,
+    VoiceError,
+    connect,
+)
 from clients.address import http_url, websocket_url
 from realtime.wire import Error, Sampling, SessionStart
 from tests.clients.scripted_server import PCM_FORMAT, Peer, ready, respond, scripted_server, talker
@@ -113,6 +121,8 @@ async def test_a_session_can_be_awaited_and_closed() -> None:
         assert [packet async for packet in session.say("one")]
         await session.close()
         assert session.has_ended
+        with pytest.raises(ConnectionLost, match="the session was closed here"):
+            session.say("two")
 
 
 async def test_a_session_that_was_not_entered_says_how_it_is() -> None:
