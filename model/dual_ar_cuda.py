@@ -30,13 +30,12 @@ from ops.attention import decode_attention, frame_attention, paged_attention, ro
 from ops.attention_shared import shared_attention
 from ops.embedding import embed_rows
 from ops.linear import linear
-from ops.quantize import Activation, BlockScaled, Kind
+from ops.quantize import MAX_PENDING_ROWS, Activation, BlockScaled, Kind
 from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_semantic
 
 if TYPE_CHECKING:
     from model.dual_ar import DualAR
 
-TABLE_ROWS = [2]
 MAX_PREFILL_ROWS = 128  # of one pass through the streaming kernels
 MAX_WIDE_PREFILL_ROWS = 512  # of one pass through plain matrices
 
@@ -108,8 +107,7 @@ class FusedDualAR:
 
         x = self._embed(rows, None)
         *blocks, last = self._slow.blocks(len(x))
-        norm = (last.attention_norm, last.kind)
-        x, normed = run_blocks(blocks, x, attend, last_norm=norm)
+        x, normed = run_blocks(blocks, x, attend, last_norm=last.attention_norm)
         qkv = last.project(x, normed) if isinstance(last, FusedBlock) else last.project(x)
         append(len(blocks), last, qkv)
 
@@ -217,17 +215,15 @@ class FusedDualAR:
             codes: i32 [B, K].
         """
         start, num_rows, normed = 0, len(codes), None
-        table = self._normed_embeddings if num_rows > TABLE_ROWS[0] else None
+        # Of fewer rows the linear makes its norm itself.
+        table = self._normed_embeddings if num_rows > MAX_PENDING_ROWS else None
         for codebook in range(1, self._num_codebooks):
             if on_tail is not None and codebook == max(1, self._num_codebooks - _TAIL_PASSES):
                 on_tail()
             attend = self._frame_attend(state, start, codebook + 1 - start)
-            if start == 0:
-                last = self._fast.forward(x, attend).view(num_rows, 2, -1)[:, 1]
-                hidden = self._fast.norm_for_head(last)
-            else:
-                hidden = self._fast.forward_for_head(x, attend, normed)
-            logits = linear(hidden, self._code_head)
+            x = self._fast.forward(x, attend, normed)
+            last = x.view(num_rows, -1, x.shape[1])[:, -1]
+            logits = linear(self._fast.norm_for_head(last), self._code_head)
             x, normed = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes, table)
             start = codebook + 1
 

@@ -35,7 +35,6 @@ from ops.quantize import (
 
 # [M, H * D]
 Attended = Activation | PendingAttention
-NextNorm = tuple[Tensor, Kind]  # its weight, and as what kind of linear takes it
 # (layer, block, qkv [M, H + 2 H_kv, D])
 Attend = Callable[[int, "FusedBlock | WideBlock", Tensor], Attended]
 
@@ -91,12 +90,13 @@ class FusedBlock:
         normed: Input | None,
         layer: int,
         attend: Callable[[int, FusedBlock, Tensor], Attended],
-        next_norm: NextNorm | None,
+        next_norm: Tensor | None,
     ) -> tuple[Tensor, Input | None]:
         """[M, C] -> [M, C], and that after the next norm.
 
         Args:
             normed: see `project`.
+            next_norm: weight of that norm, if a block's matrix takes it.
         """
         eps = self.config.norm_eps
         attended = attend(layer, self, self.project(x, normed))
@@ -106,8 +106,7 @@ class FusedBlock:
         hidden = gate_up_swiglu(normed, self.gate_up)
         if next_norm is None:
             return linear(hidden, self.down, residual=x), None
-        weight, kind = next_norm
-        return linear_and_norm(hidden, self.down, weight, eps, residual=x, norm_kind=kind)
+        return linear_and_norm(hidden, self.down, next_norm, eps, residual=x)
 
 
 class FusedStack:
@@ -139,20 +138,14 @@ class FusedStack:
         """Those that run so many rows fastest."""
         return self._wide if self._wide and num_rows > self._most_narrow_rows else self._fused
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """[M, C] -> [M, C], before the final norm."""
-        x, _ = run_blocks(self.blocks(len(x)), x, attend)
-        return x
-
-    def forward_for_head(self, x: Tensor, attend: Attend, normed: Input | None) -> Input:
-        """[M, C] -> [M, C], after the final norm, for a head alone.
+    def forward(self, x: Tensor, attend: Attend, normed: Input | None = None) -> Tensor:
+        """[M, C] -> [M, C], before the final norm.
 
         Args:
             normed: see `FusedBlock.project`, of the first block.
         """
-        norm: NextNorm = (self.norm, "bf16")
-        x, normed = run_blocks(self.blocks(len(x)), x, attend, normed, norm)
-        return self.norm_for_head(x) if normed is None else normed
+        x, _ = run_blocks(self.blocks(len(x)), x, attend, normed)
+        return x
 
     def norm_for_first(self, x: Tensor) -> Activation:
         """[M, C] after the first block's norm."""
@@ -175,15 +168,15 @@ def run_blocks(
     x: Tensor,
     attend: Attend,
     normed: Input | None = None,
-    last_norm: NextNorm | None = None,
+    last_norm: Tensor | None = None,
 ) -> tuple[Tensor, Input | None]:
     """[M, C] -> [M, C], and that after the last norm if the blocks make it.
 
     Args:
         normed: see `FusedBlock.project`, of the first block.
-        last_norm: what follows these blocks.
+        last_norm: `attention_norm` of the block after these.
     """
-    next_norms = [(block.attention_norm, block.kind) for block in blocks[1:]]
+    next_norms = [block.attention_norm for block in blocks[1:]]
     for layer, block in enumerate(blocks):
         norm = next_norms[layer] if layer < len(next_norms) else last_norm
         if isinstance(block, WideBlock):

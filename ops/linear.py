@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-import os
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -40,7 +39,6 @@ from ops.quantize import (
 from ops.reference_fp8 import ceil_div
 
 _BOX_BYTES = 128  # of K, fetched at once
-_NORMS = os.environ.get("PLOSIVE_NORMS", "0")  # trial
 
 Input = Activation | PendingNorm | UnscaledNorm
 
@@ -83,28 +81,24 @@ def linear_and_norm(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    norm_kind: Kind | None = None,
 ) -> tuple[Tensor, Input]:
-    """`linear`, and its RMSNorm as the next linear takes it.
+    """`linear`, and its RMSNorm as the next linear of a weight of the same kind takes it.
 
     Args:
         norm: weight of the norm, [N].
-        norm_kind: of the next linear's weight; that of `weight` by default.
     """
-    kind = norm_kind or weight.kind
     num_rows, num_features = x.shape[0], weight.out_features
     plan = plan_for(weight.kind, num_rows, num_features, weight.in_features)
     is_fp8 = weight.kind == "bsfp8"
-    is_on = x.device.type != "cuda" or ("1" if kind == "bsfp8" else "2") <= _NORMS
-    if not (isinstance(plan, WidePlan) and plan.can_norm(is_fp8, num_features) and is_on):
+    if not (isinstance(plan, WidePlan) and plan.can_norm(is_fp8, num_features)):
         out = linear(x, weight, bias=bias, residual=residual)
-        return out, norm_for_linear(out, norm, eps, kind)
+        return out, norm_for_linear(out, norm, eps, weight.kind)
     if x.device.type != "cuda":
         out = linear(x, weight, bias=bias, residual=residual)
-        return out, unscaled_norm(out, norm, eps, kind)
+        return out, unscaled_norm(out, norm, eps)
     out = torch.empty(num_rows, num_features, dtype=torch.bfloat16, device=x.device)
-    normed = empty_unscaled_norm(num_rows, num_features, eps, x.device, kind)
-    plan = replace(plan, norms=kind)
+    normed = empty_unscaled_norm(num_rows, num_features, eps, x.device)
+    plan = replace(plan, norms=True)
     launch(x, weight, out, bias=bias, residual=residual, plan=plan, norm=(norm, normed))
     return out, normed
 
@@ -135,10 +129,8 @@ def _product(x: Input, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         x = x.run()
     if isinstance(x, Tensor):
         return reference.linear(x, weight.data, bias)
-    if weight.scale is None:
-        matrix = unpack(weight).float()
-    else:
-        matrix = reference_fp8.dequantize_weight(weight.data, weight.scale)
+    assert weight.scale is not None
+    matrix = reference_fp8.dequantize_weight(weight.data, weight.scale)
     return F.linear(x.dequantize(), matrix, None if bias is None else bias.float()).to(weight.dtype)
 
 
@@ -295,9 +287,7 @@ def _norms(x: Input, norm: tuple[Tensor, UnscaledNorm] | None) -> _Norms:
     if norm is not None:
         weight, new = norm
         norms.weight, norms.values = weight.data_ptr(), new.rows.data.data_ptr()
-        norms.new_squares = new.squares.data_ptr()
-        if isinstance(new.rows, BlockScaled):
-            norms.scales = new.rows.scale.data_ptr()
+        norms.scales, norms.new_squares = new.rows.scale.data_ptr(), new.squares.data_ptr()
     return norms
 
 

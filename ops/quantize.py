@@ -109,20 +109,20 @@ class PendingNorm:
 
 @dataclass(frozen=True)
 class UnscaledNorm:
-    """RMSNorm of rows but for their factors, which only whole rows tell: the next linear multiplies its
-    sums by them.
+    """RMSNorm of rows but for their factors, which only whole rows tell: the next linear, in 8 bits,
+    multiplies its sums by them.
 
     Attributes:
         rows: the rows times the norm's weight, [M, C].
-        squares: fp32 `scale_shape(M, C)`: of the rows, summed per group of columns.
+        squares: fp32 like the scales of `rows`: of the rows, summed per group of columns.
     """
 
-    rows: Activation
+    rows: BlockScaled
     squares: Tensor
     eps: float
 
     def __post_init__(self) -> None:
-        assert tuple(self.squares.shape) == scale_shape(*self.shape), self.squares.shape
+        assert self.squares.shape == self.rows.scale.shape, self.squares.shape
         assert self.squares.dtype == torch.float32 and self.squares.is_contiguous()
 
     @property
@@ -137,8 +137,7 @@ class UnscaledNorm:
         """fp32 [M, C], normed."""
         num_rows, num_columns = self.shape
         mean = self.squares[:, :num_rows].sum(0) / num_columns
-        rows = self.rows.float() if isinstance(self.rows, Tensor) else self.rows.dequantize()
-        return rows * (mean + self.eps).rsqrt()[:, None]
+        return self.rows.dequantize() * (mean + self.eps).rsqrt()[:, None]
 
 
 def scale_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
@@ -154,23 +153,17 @@ def empty_block_scaled(num_rows: int, num_columns: int, device: torch.device) ->
 
 
 def empty_unscaled_norm(
-    num_rows: int, num_columns: int, eps: float, device: torch.device, kind: Kind
+    num_rows: int, num_columns: int, eps: float, device: torch.device
 ) -> UnscaledNorm:
     """Uninitialised, for a kernel to write."""
-    squares = torch.empty(scale_shape(num_rows, num_columns), device=device)
-    if kind == "bsfp8":
-        return UnscaledNorm(empty_block_scaled(num_rows, num_columns, device), squares, eps)
-    rows = torch.empty(num_rows, num_columns, dtype=torch.bfloat16, device=device)
-    return UnscaledNorm(rows, squares, eps)
+    rows = empty_block_scaled(num_rows, num_columns, device)
+    return UnscaledNorm(rows, torch.empty_like(rows.scale), eps)
 
 
-def unscaled_norm(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> UnscaledNorm:
-    """The definition, of rows [M, C]; the products with the weight are rounded once, to `kind`."""
+def unscaled_norm(x: Tensor, weight: Tensor, eps: float) -> UnscaledNorm:
+    """The definition, of rows [M, C]; the products with the weight are rounded once, to e4m3."""
     exact = x.float()
-    products = exact * weight.float()
-    rows: Activation = products.to(x.dtype)
-    if kind == "bsfp8":
-        rows = BlockScaled(*reference_fp8.quantize_rows(products))
+    rows = BlockScaled(*reference_fp8.quantize_rows(exact * weight.float()))
     padding = (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % 4)
     squares = torch.nn.functional.pad(exact.square(), padding)
     groups = squares.view(len(squares), -1, BLOCK)

@@ -1,7 +1,6 @@
 // RMSNorm between two linears without a kernel of its own. The first, NORMS, ends with its rows times the
-// norm's weight, in bf16 (2) or quantised (1) per 128 columns, which a cluster has, and with the sums of
-// the rows' squares; only all columns of a row tell its factor. The second, SCALES_ROWS, multiplies its
-// sums by it.
+// norm's weight, quantised per 128 columns, which a cluster has, and with the sums of the rows' squares;
+// only all columns of a row tell its factor. The second, SCALES_ROWS, multiplies its sums by it.
 #pragma once
 
 #include "linear_wide_epilogue.cuh"
@@ -9,21 +8,19 @@
 
 namespace {
 
-constexpr int kNormBytes = NORMS == 2 ? 2 : 1;
-
 // What SCALES_ROWS reads and NORMS writes: squares summed per 128 columns, [columns / 128, stride] floats.
 struct Norms {
   const float* squares;
   float eps;
   const bf16* weight;  // [N]
-  u8* values;          // e4m3 or bf16 [M, N]
+  u8* values;          // e4m3 [M, N]
   float *scales, *new_squares;
   int stride;  // rows up to a multiple of four
 
   // Leaves the rows of one CTA.
   DEVICE void skip_rows(int first, int num_features) {
     squares += first;
-    values += static_cast<i64>(first) * num_features * kNormBytes;
+    values += static_cast<i64>(first) * num_features;
     scales += first, new_squares += first;
   }
 };
@@ -100,22 +97,14 @@ DEVICE void store_normed(const float4* exchange, const uint4& residual, const ui
   }
   const float factor = 448.f / whole.x;
   if (item.is_inside) {
-    u8* target = norms.values + (static_cast<i64>(item.row) * o.num_features + item.feature) * kNormBytes;
-    if (NORMS == 2) {
-      Vector8 result;
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        result.pairs[j] = __floats2bfloat162_rn(values[2 * j], values[2 * j + 1]);
-      *reinterpret_cast<uint4*>(target) = result.vector;
-    } else {
-      *reinterpret_cast<uint2*>(target) =
-          make_uint2(quantized_four({values[0], values[1], values[2], values[3]}, factor),
-                     quantized_four({values[4], values[5], values[6], values[7]}, factor));
-    }
+    const i64 index = static_cast<i64>(item.row) * o.num_features + item.feature;
+    *reinterpret_cast<uint2*>(norms.values + index) =
+        make_uint2(quantized_four({values[0], values[1], values[2], values[3]}, factor),
+                   quantized_four({values[4], values[5], values[6], values[7]}, factor));
   }
   if (thread % 128 < 8 && item.row < (o.num_rows + 3) / 4 * 4) {
     const i64 index = static_cast<i64>(first / 128) * norms.stride + item.row;
-    if (NORMS == 1) norms.scales[index] = item.row < o.num_rows ? 1.f / factor : 0.f;
+    norms.scales[index] = item.row < o.num_rows ? 1.f / factor : 0.f;
     norms.new_squares[index] = whole.y;
   }
 }
