@@ -41,7 +41,7 @@ def shared_attention(
     is_chained: bool = False,
 ) -> Activation:
     """Row m reads positions 0..positions[m] of slots[m]. A row of a slot without a page reads nothing;
-    what it gets is finite.
+    what it gets is finite. Slots, positions and table are older than the kernel before this one.
 
     Args:
         q: [M, H, D], the rest as in `ops.attention.rope_append`.

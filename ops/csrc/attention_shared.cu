@@ -3,7 +3,8 @@
 // all share, then each row's own; the warps of a CTA take them in turn and merge in a fixed order.
 //   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS,
 //   BATCHES of eight columns (an mma's) per warp, IS_FP8: keys and values in 8 bits.
-//   IS_CHAINED: tables and past keys are read before the kernel before this one has ended.
+//   IS_CHAINED: past keys are read before the kernel before this one has ended, as slots, positions and
+//   tables always are.
 #include "span.cuh"
 
 constexpr int ALL = SPAN;  // the row of a tile that all read
@@ -106,7 +107,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int kv_head = blockIdx.x, num_kv_heads = gridDim.x, num_heads = num_kv_heads * GROUP;
   const int first_row = blockIdx.y * SPAN;
-  if (!IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
   Rows rows;
   rows.take(page_table, slots, positions, first_row, num_rows, max_pages, lane);
   const Meeting meeting = {&shared.storage, 1, 0, warp, lane};
@@ -121,13 +121,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const i64 at = items.row_at(0);
     items.memory.load_keys(tile, at, TILE - 1, lane), items.memory.load_values(tile, at, TILE - 1, lane);
   }
-  if (IS_CHAINED) wait_for_previous_kernels(), let_next_kernel_start();
-  shared.take_queries(q, first_row, num_rows, kv_head, num_heads);
+  wait_for_previous_kernels(), let_next_kernel_start();
   if (num_steps > 0 && !is_early) {
     const i64 at = items.row_at(0);
     const int last_row = items.last_row(0);
     items.memory.load_keys(tile, at, last_row, lane), items.memory.load_values(tile, at, last_row, lane);
   }
+  shared.take_queries(q, first_row, num_rows, kv_head, num_heads);
   Accumulator<Tile> acc[BATCHES];
   int position_of[BATCHES][2];  // of this lane's columns
 #pragma unroll
