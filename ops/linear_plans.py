@@ -10,8 +10,8 @@ from ops.reference_fp8 import ceil_div
 
 ROWS_PER_TILE = 64
 _TILE_BYTES = 8192
-# Rows that CTAs take themselves, and items of 16 bytes a thread. A layer of 512 positions on an H200: 3 rows in
-# 8 bits 38.5 -> 36.2 us, 4 rows 38.8 -> 36.9; 4 rows of bf16 would take 66.5, through the copy engine 62.9.
+# Rows that CTAs take themselves, and items of 16 bytes a thread. A layer of 512 positions, H200:
+# in 8 bits of 3 rows 38.5 -> 36.2 us, of 4 38.8 -> 36.9; in bf16 of 4 rows 62.9, so taken 66.5.
 _MAX_COPIED_ROWS, _MAX_COPIED_FP8_ROWS, _MAX_COPIED_ITEMS = 2, 4, 8
 _MAX_OWN_EXCHANGE = 8192  # a larger one lies in the ring, when that is done with
 _WIDTHS = (8, 16, 32)  # more rows go through `csrc/linear_wide.cu`
@@ -222,7 +222,7 @@ class WidePlan:
 
 
 # By (N, K) of S2 Pro's layers, then by the most rows: what made a whole layer fastest on an H200.
-# More rows are wide: gate and up of 32 rows took 33.8 us here and 23.0 there, in 8 bits 17.5 and 14.6.
+# More rows are wide: gate and up of 32 took 33.8 us here and 23.0 there, in 8 bits 17.5 and 14.6.
 _FEW_ROWS: dict[tuple[int, int], dict[int, Plan]] = {
     (6144, 2560): {8: Plan(8, 1, 8, 2), 16: Plan(16, 1, 8, 2), 32: Plan(32, 2, 4, 4)},
     (2560, 4096): {8: Plan(8, 1, 6, 4), 16: Plan(16, 1, 6, 4), 32: Plan(32, 2, 4, 8)},

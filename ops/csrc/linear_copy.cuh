@@ -1,4 +1,4 @@
-// The right operand of linear.cu from up to two rows that are what the products take: every CTA loads its
+// The right operand of linear.cu from a few rows that are what the products take: every CTA loads its
 // part itself, which is sooner there than through the copy engine.
 #pragma once
 
