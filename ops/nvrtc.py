@@ -17,7 +17,6 @@ import functools
 import hashlib
 import importlib
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -38,6 +37,7 @@ _Program = tuple[str, str, tuple[tuple[str, int | str], ...]]  # source, archite
 
 _MAX_THREADS = 16  # that compile at once
 _MAX_CONFIGS = 4096  # launch shapes remembered per kernel; a server has tens
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _FLAGS = ("-std=c++17", "-lineinfo", "-default-device")
 
 
@@ -123,10 +123,10 @@ class Kernel:
         driver = _driver()
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         kernel = driver.CUkernel(int(self._handles[device]))
-        _check(
-            driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device))
-        )
-        self._max_shared[device] = shared_bytes
+        with self._lock:  # another thread may have allowed more meanwhile
+            most = max(shared_bytes, self._max_shared.get(device, 0))
+            _check(driver.cuKernelSetAttribute(attribute, most, kernel, driver.CUdevice(device)))
+            self._max_shared[device] = most
 
     def _remember(self, key: _LaunchKey) -> tuple[Any, Any]:
         if len(self._configs) >= _MAX_CONFIGS:
@@ -196,12 +196,11 @@ def compile_source(source: str, arch: str, defines: Mapping[str, int | str] | No
     """
     options = _options(arch, defines or {})
     path = _cache_dir() / f"{Path(source).stem}-{arch}-{_digest(source, options)}.cubin"
-    try:
-        return path.read_bytes()
-    except OSError:
+    cubin = _read_cached(path)
+    if cubin is None:
         cubin = _compile((SOURCES / source).read_text(), source, options)
-        _write_atomically(path, cubin)
-        return cubin
+        _write_cached(path, cubin)
+    return cubin
 
 
 def _options(arch: str, defines: Mapping[str, int | str]) -> list[str]:
@@ -224,14 +223,26 @@ def _cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "plosive" / "kernels"
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def _read_cached(path: Path) -> bytes | None:
+    """None: it is not there, or not whole, as after a power loss."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    cubin, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _write_cached(path: Path, cubin: bytes) -> None:
+    """Whole or not at all, with its digest behind it; readable for whom the umask lets."""
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)
+        part.write_bytes(cubin + hashlib.sha256(cubin).digest())
+        part.replace(path)
     except OSError:
-        return
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def _compile(text: str, source: str, options: Sequence[str]) -> bytes:

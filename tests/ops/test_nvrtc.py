@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -59,6 +60,31 @@ def test_what_is_cached_is_not_compiled_again(sources, monkeypatch):
     first = nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2})
     monkeypatch.setattr(nvrtc, "_compile", None)
     assert nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2}) == first
+
+
+@pytest.mark.parametrize("num_bytes", [0, 20, 1000])
+def test_what_is_not_whole_in_the_cache_is_compiled_again(sources, num_bytes):
+    first = nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2})
+    path = sources.parent / "cache" / cached(sources)[0]
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    assert nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2}) == first
+    assert path.read_bytes().startswith(first)
+
+
+def test_the_cache_is_as_readable_as_other_files(sources):
+    nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2})
+    path = sources.parent / "cache" / cached(sources)[0]
+    assert path.stat().st_mode == (sources / "add.cu").stat().st_mode
+
+
+def test_a_write_that_fails_leaves_nothing(sources, monkeypatch):
+    def write(path, data):
+        path.write_text(str(data[:10]))
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    assert nvrtc.compile_source("add.cu", "sm_90a", {"SCALE": 2})[:4] == b"\x7fELF"
+    assert not list((sources.parent / "cache").iterdir())
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(sources, monkeypatch):
