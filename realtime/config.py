@@ -26,6 +26,7 @@ OTHER_ENV: dict[str, str] = {
     "PLOSIVE_URL": "clients: the server that `plosive say` and `plosive voices` talk to",
     "PLOSIVE_API_KEY": "clients: the key that they show it",
     "PLOSIVE_API_KEYS": "server: valid keys, comma-separated, in addition to those of the file",
+    "PLOSIVE_KERNEL_CACHE": "server: the folder where compiled GPU kernels are kept",
 }
 
 

@@ -27,6 +27,7 @@ def test_who_sends_no_text_stays_connected_for_ten_minutes() -> None:
 
 def test_command_line_over_environment_over_default() -> None:
     environ = {"PLOSIVE_PORT": "1", "PLOSIVE_DRAIN_S": "2.5", "PLOSIVE_URL": "x", "HOME": "y"}
+    environ |= {"PLOSIVE_KERNEL_CACHE": "z"}  # which `ops.nvrtc` reads
     config = parse("--port", "0", "--voices-dir", "/tmp/v", **environ)
     assert (config.port, config.drain_s, config.voices_dir) == (0, 2.5, Path("/tmp/v"))
     assert config.resolved_voices_dir() == Path("/tmp/v")
