@@ -189,7 +189,8 @@ def test_ten_thousand_actions_leak_no_page_and_no_slot(context: str, is_packed: 
     with torch.inference_mode():
         churn = Churn(context, seed=7, is_packed=is_packed)
         engine = churn.engine
-        engine._warm_voice(voice(0, num_frames=60))
+        rows = engine._default_voice_rows(voice(0, num_frames=60))
+        engine._prefill.kv.warm_up(rows)
         for i in range(NUM_ACTIONS // 2):
             churn.act()
             for _ in range(int(churn.rng.integers(4))):
