@@ -61,7 +61,6 @@ class _Voice:
     turn: tuple[SlotRef, int] | None = None  # whose frames these are
     # Of that turn alone: its audio may be heard at once, whatever was said before it.
     clock: PlaybackClock = field(default_factory=PlaybackClock)
-    ended: tuple[SlotRef, int, int] | None = None  # the last segment
     is_over: bool = False  # its last frame has come
 
     def add_event(self, event: Event) -> None:
@@ -196,13 +195,10 @@ class VocodeLoop:
         return self.runner.place(voice.idx, voice.num_put - 1)
 
     def _is_wanted(self, row: StepRow) -> bool:
-        """Not stale, and not the surplus frame after the segment's end."""
-        key = (row.slot, row.turn_id, row.segment)
-        return self._slots.is_current(row.slot) and self._voices[row.slot.idx].ended != key
+        return self._slots.is_current(row.slot)
 
     def _end_segment(self, row: StepRow, is_end: bool) -> None:
         voice = self._voices[row.slot.idx]
-        voice.ended = (row.slot, row.turn_id, row.segment)
         voice.is_over = row.ends_turn
         num_frames = row.frame + (0 if is_end else 1)
         if not is_end and not self._is_length_fixed:
