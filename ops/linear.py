@@ -65,10 +65,7 @@ def linear(
         product = _product(x, weight, bias)
         return product if residual is None else product + residual
     out = torch.empty(x.shape[0], weight.out_features, dtype=torch.bfloat16, device=x.device)
-    for name, extra, shape in (("bias", bias, out.shape[1:]), ("residual", residual, out.shape)):
-        if extra is not None:
-            assert extra.dtype == torch.bfloat16 and extra.is_contiguous(), (name, extra.dtype)
-            assert extra.shape == shape, (name, extra.shape, shape)
+    _check_added(out, bias, residual)
     launch(x, weight, out, bias=bias, residual=residual)
     return out
 
@@ -96,7 +93,10 @@ def linear_and_norm(
     if x.device.type != "cuda":
         out = linear(x, weight, bias=bias, residual=residual)
         return out, unscaled_norm(out, norm, eps)
+    _check_input(x, weight)
     out = torch.empty(num_rows, num_features, dtype=torch.bfloat16, device=x.device)
+    _check_added(out, bias, residual)
+    assert norm.dtype == torch.bfloat16 and norm.shape == out.shape[1:], (norm.dtype, norm.shape)
     normed = empty_unscaled_norm(num_rows, num_features, eps, x.device)
     plan = replace(plan, norms=True)
     launch(x, weight, out, bias=bias, residual=residual, plan=plan, norm=(norm, normed))
@@ -336,6 +336,13 @@ def _tensor_map(
     assert status == 0, (status, hex(address), num_rows, num_columns)
     opaque: Any = tensor_map.opaque
     return (ctypes.c_uint64 * 16)(*(int(word) for word in opaque))
+
+
+def _check_added(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    for name, extra, shape in (("bias", bias, out.shape[1:]), ("residual", residual, out.shape)):
+        if extra is not None:
+            assert extra.dtype == torch.bfloat16 and extra.is_contiguous(), (name, extra.dtype)
+            assert extra.shape == shape, (name, extra.shape, shape)
 
 
 def _check_input(x: Input, weight: PackedWeight) -> None:

@@ -149,3 +149,17 @@ def test_linears_of_a_norm_without_factors(n, k, num_rows):
     activated = gate_up_swiglu(normed, both)
     assert isinstance(activated, BlockScaled)
     assert_activated(activated, reference.swiglu((rows @ exact(gate_up, "bsfp8").T).bfloat16()))
+
+
+@pytest.mark.gpu
+def test_what_is_added_and_the_norm_are_checked_as_in_linear():
+    weight = packed(random_weight(2560, 4096, "cuda"), "bsfp8")
+    hidden, residual, norm = inputs(64, 2560, 4096, "cuda")
+    for wrong in ({"residual": residual.float()}, {"residual": residual[:32]}, {"bias": norm[:64]}):
+        with pytest.raises(AssertionError):
+            linear_and_norm(hidden, weight, norm, EPS, **wrong)
+    for other in (norm.float(), norm[:128]):
+        with pytest.raises(AssertionError):
+            linear_and_norm(hidden, weight, other, EPS, residual=residual)
+    with pytest.raises(AssertionError):
+        linear_and_norm(hidden.dequantize().bfloat16(), weight, norm, EPS, residual=residual)
