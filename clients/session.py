@@ -16,7 +16,7 @@ from clients.interruption import Interruption, interrupt
 from clients.link import Link, open_link
 from clients.protocol import ClientProtocol, SessionEvent
 from clients.reconnect import Attempts, Reconnect
-from clients.turn import MAX_BUFFERED_EVENTS, Speech, TextSource, Turn
+from clients.turn import MAX_BUFFERED_EVENTS, Speech, TextSource, Turn, check_played_ms
 from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError, SessionError
 from realtime.wire import (
     AudioFormat,
@@ -114,8 +114,10 @@ class Session:
             `spoken_text` and `remaining_text`, and the account of each turn.
 
         Raises:
+            SessionError: `invalid_option`, if `played_ms` is no number from 0 on; nothing is cancelled.
             PlosiveError: what ended one of the turns, or the session, otherwise.
         """
+        check_played_ms(played_ms)
         turns = self._interruptible()
         behind_ms = None if played_ms is None else 0.0
         return await interrupt(

@@ -13,7 +13,8 @@ several threads: one may read a turn while another interrupts it.
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import islice
 from typing import Self, TypeVar, Unpack
 
 import clients.session
@@ -22,6 +23,7 @@ from clients.interruption import Interruption
 from clients.loop_thread import LoopThread
 from clients.protocol import TurnEvent
 from clients.turn import TextSource, Timings
+from realtime.errors import ConnectionLost
 from realtime.wire import (
     AudioPacket,
     EffectiveFormat,
@@ -217,12 +219,14 @@ class Speech:
 
     def __iter__(self) -> Iterator[AudioPacket]:
         run = self.turn._loop.run
-        packets = aiter(self._speech)
+        events = self._speech.events()
         try:
-            while (packet := run(_next(packets))) is not None:
-                yield packet
+            while (event := run(_next(events))) is not None:
+                if isinstance(event, AudioPacket):
+                    yield event
         finally:
-            run(packets.aclose())
+            with suppress(ConnectionLost):  # the session may be closed before the iterator
+                run(events.aclose())
 
 
 async def _open(url: str, options: clients.session.ConnectOptions) -> clients.session.Session:
@@ -234,8 +238,8 @@ async def call(function: Callable[[], T]) -> T:
     return function()
 
 
-async def _next(packets: AsyncIterator[AudioPacket]) -> AudioPacket | None:
-    return await anext(packets, None)
+async def _next(events: AsyncIterator[TurnEvent]) -> TurnEvent | None:
+    return await anext(events, None)
 
 
 def text_source(text: TextSource) -> TextSource:
@@ -247,5 +251,5 @@ def text_source(text: TextSource) -> TextSource:
 
 async def _read_in_thread(text: Iterable[str]) -> AsyncIterator[str]:
     pieces = iter(text)
-    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        yield piece
+    while piece := await asyncio.to_thread(list, islice(pieces, 1)):
+        yield piece[0]

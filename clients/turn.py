@@ -5,6 +5,7 @@ holds the bounded buffer between the reader and whoever iterates.
 """
 
 import asyncio
+import math
 import time
 from array import array
 from collections import deque
@@ -172,8 +173,10 @@ class Turn:
             What was spoken and what was not: `spoken_text`, `remaining_text`, `played_ms`.
 
         Raises:
+            SessionError: `invalid_option`, if `played_ms` is no number from 0 on; nothing is cancelled.
             PlosiveError: what ended the turn otherwise.
         """
+        check_played_ms(played_ms)
         self._raise_failure()
         if isinstance(self._outcome, TurnCancelled):
             return self._outcome
@@ -371,6 +374,14 @@ async def _pieces(text: TextSource) -> AsyncIterator[str]:
     else:
         expected = "a string, or an (async) iterator of strings"
         raise SessionError("invalid_text", f"text: got {shorten(text)}, expected {expected}")
+
+
+def check_played_ms(played_ms: float | None) -> None:
+    """Raises SessionError `invalid_option` for what no cancel can carry."""
+    if played_ms is None or (isinstance(played_ms, int | float) and 0 <= played_ms < math.inf):
+        return
+    why = f"played_ms: got {shorten(played_ms)}, expected milliseconds from 0 on, or None"
+    raise SessionError("invalid_option", why, param="played_ms")
 
 
 def _ms_between(start_s: float | None, end_s: float | None) -> float | None:

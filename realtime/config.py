@@ -44,12 +44,13 @@ _network, _model, _limit, _timeout, _operation = (
     partial(_option, group) for group in ("network", "model", "limits", "timeouts", "operations")
 )
 
+_MAX_THREADS = 4_096  # more are not started by torch, or starve the machine
 _MAX_SLOTS = 1_000_000  # a table of more takes seconds and gigabytes by itself
 DEVICES = '"auto", "cpu", "cuda" or "cuda:N", or several with commas between: one engine for each'
 
 _LEAST = {
     **dict.fromkeys(("max_context", "max_voices", "max_clip_bytes", "high_water_ms"), 1),
-    **dict.fromkeys(("num_threads", "max_sessions_per_client", "encode_processes"), 0),
+    **dict.fromkeys(("max_sessions_per_client", "encode_processes"), 0),
     **dict.fromkeys(("max_text_chars_per_s", "max_client_text_chars_per_s", "auto_flush_ms"), 0),
     **dict.fromkeys(("ping_timeout_s", "idle_warning_s", "drain_s"), 0),
     "max_lead_cap_ms": 40,
@@ -191,6 +192,7 @@ class ServerConfig:
         num_slots = self.max_slots
         is_in_range = num_slots is None or 1 <= num_slots <= _MAX_SLOTS
         self._check("max_slots", is_in_range, f"1 to {_MAX_SLOTS}")
+        self._check("num_threads", 0 <= self.num_threads <= _MAX_THREADS, f"0 to {_MAX_THREADS}")
         self._check("kv_fraction", 0 < self.kv_fraction <= 1, "more than 0, at most 1")
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
         self._check("device", is_device(self.device), DEVICES)

@@ -321,8 +321,8 @@ class PingPongEngine:
 
     def _run(self, name: str, run: Callable[[Callable[[], bool]], None]) -> None:
         name_thread(f"plosive-{name}")
-        self._set_threads()
         try:
+            self._set_threads()
             run(self._is_stopping.is_set)
         except Exception as error:
             if not self._is_stopping.is_set():

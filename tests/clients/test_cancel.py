@@ -1,9 +1,12 @@
 """Cancelled turns: what was heard, and what is dropped, whenever the cancel comes."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 
-from clients import TurnCancelled, TurnText, Warn, connect
+import pytest
+
+from clients import SessionError, TurnCancelled, TurnText, Warn, connect
 from realtime.wire import TextAppend, TurnCancel, TurnMetrics
 from tests.clients.scripted_server import (
     PACKET,
@@ -159,3 +162,19 @@ async def test_cancel_of_a_turn_the_server_never_heard_of_sends_nothing() -> Non
         account = await session.turn().cancel()
         assert (account.spoken_text, account.remaining_text) == ("", "")
     assert not any(isinstance(message, TurnCancel) for message in server.received)
+
+
+@pytest.mark.parametrize("played_ms", [-1, math.nan, math.inf, "x"])
+async def test_a_cancel_with_no_position_is_refused_and_the_next_one_works(played_ms) -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        for cancel in (session.interrupt, session.turn().cancel):  # of a turn without text as well
+            with pytest.raises(SessionError, match="played_ms: got") as refused:
+                await cancel(played_ms)
+            assert (refused.value.code, refused.value.param) == ("invalid_option", "played_ms")
+        turn = session.turn()
+        await turn.append("one ")
+        with pytest.raises(SessionError, match="played_ms: got"):
+            await turn.cancel(played_ms)
+        async with asyncio.timeout(10):
+            assert (await turn.cancel()).remaining_text is not None
+            assert [packet async for packet in session.say("two")]

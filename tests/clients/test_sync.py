@@ -1,7 +1,9 @@
 """The blocking client, against servers on a thread of their own."""
 
 import asyncio
+import gc
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -342,3 +344,22 @@ def test_the_player() -> None:
         player.wait()
         second.wait()
         assert second.turn.is_over
+
+
+def test_a_piece_that_is_no_text_is_refused_and_not_taken_for_the_end() -> None:
+    with served(talker) as server, connect(server.url) as session:
+        with pytest.raises(SessionError, match="text: got None"):
+            list(session.say(["one ", None, "two"]))  # type: ignore[list-item]
+        assert list(session.say(["one ", "", "two"]))
+
+
+def test_an_iterator_may_outlive_its_session(caplog: pytest.LogCaptureFixture) -> None:
+    errors: list[object] = []
+    with pytest.MonkeyPatch.context() as patch, served(talker) as server:
+        patch.setattr(sys, "unraisablehook", errors.append)
+        with connect(server.url) as session:
+            packets = iter(session.say("one two three"))
+            next(packets)
+        del packets
+        gc.collect()
+    assert not errors and not caplog.records

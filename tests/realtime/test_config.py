@@ -54,6 +54,8 @@ def test_unknown_variable_names_the_valid_ones() -> None:
         ("PLOSIVE_PORT", "70000"),
         ("PLOSIVE_DRAIN_S", "nan"),
         ("PLOSIVE_MAX_SLOTS", "0"),
+        ("PLOSIVE_NUM_THREADS", "-1"),
+        ("PLOSIVE_NUM_THREADS", "99999999999"),
         ("PLOSIVE_MAX_LEAD_MS", "70000"),
         ("PLOSIVE_LOW_WATER_MS", "1000"),
         ("PLOSIVE_LOG_LEVEL", "loud"),

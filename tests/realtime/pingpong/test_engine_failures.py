@@ -88,6 +88,20 @@ def test_a_dead_thread_fails_every_session_and_refuses_commands(
             engine.submit(EndTurn(slot, 1, 0))
 
 
+def test_a_thread_that_cannot_begin_is_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(self: PingPongEngine) -> None:
+        raise RuntimeError("that many threads")
+
+    monkeypatch.setattr(PingPongEngine, "_set_threads", explode)
+    with running(tiny_model(), num_slots=1) as (engine, _):
+        for thread in engine._threads:
+            thread.join(10)
+        slot = engine.slots.acquire()
+        assert slot is not None
+        with pytest.raises(EngineError, match="that many threads"):
+            engine.submit(EndTurn(slot, 1, 0))
+
+
 def test_a_slot_that_is_opened_while_a_thread_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tiny_model(), num_slots=1) as (engine, recorder):
         slot = engine.slots.acquire()
