@@ -201,7 +201,7 @@ def test_without_matplotlib_the_run_says_so(tmp_path, capsys, monkeypatch) -> No
 @pytest.mark.filterwarnings("default")
 def test_every_kind_of_level_is_plotted(tmp_path) -> None:
     options = ["1", "2", "--rate", "9", "--paced", "1", "--lengths", "20", "40"]
-    options += ["--seconds", "1", "--paced-seconds", "1"]
+    options += ["--turns", "2", "--chars", "20", "--warmup", "0", "--paced-seconds", "1"]
     summary = sweep(tmp_path, *options)
     path = tmp_path / "plot.png"
     plot.plot(summary, path)
