@@ -4,7 +4,7 @@ import json
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from realtime.errors import ConnectionFailed
-from realtime.wire import PATH
+from realtime.wire import PATH, shorten
 
 _SECURE = {"http": False, "ws": False, "https": True, "wss": True}
 DEFAULT_URL = "http://127.0.0.1:8765"  # where `plosive serve` listens unless it is told otherwise
@@ -42,6 +42,9 @@ def key_headers(api_key: str | None) -> dict[str, str]:
     """
     if api_key is None:
         return {}
+    if not isinstance(api_key, str):
+        got = type(api_key).__name__
+        raise ConnectionFailed(f"the API key cannot be sent: got {got}, expected a string")
     if not (api_key.isascii() and api_key.isprintable() and " " not in api_key):
         raise ConnectionFailed(
             "the API key cannot be sent: expected ASCII letters, digits and signs without spaces"
@@ -72,10 +75,14 @@ def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         parts.port  # noqa: B018 - raises where it is none
-    except (ValueError, AttributeError):
-        parts = SplitResult("", "", "", "", "")
-    if parts.scheme not in _SECURE or not parts.netloc:
+        url.encode()
+        host = parts.hostname or ""
+        host.encode("idna")
+        is_address = parts.scheme in _SECURE and host.isprintable() and host and " " not in host
+    except (ValueError, AttributeError, TypeError):  # UnicodeError, of what no name can be, is one
+        is_address = False
+    if not is_address:
         raise ConnectionFailed(
-            f"{url!r} is no server address; expected one like http://localhost:8765"
+            f"{shorten(url)} is no server address; expected one like http://localhost:8765"
         )
     return parts

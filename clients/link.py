@@ -11,7 +11,7 @@ from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.typing import Subprotocol
 
-from clients.address import is_loopback, key_headers, refusal, retry_after_s
+from clients.address import is_loopback, refusal, retry_after_s
 from clients.explain import no_connection
 from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
 from clients.turn import Turn
@@ -109,7 +109,7 @@ class Link:
 
 async def open_link(
     address: str,
-    api_key: str | None,
+    headers: dict[str, str],
     start: SessionStart,
     on_event: Callable[[Link, SessionEvent], None],
     ssl_context: ssl.SSLContext | None = None,
@@ -120,7 +120,7 @@ async def open_link(
         ConnectionFailed: nobody answers, or the upgrade was refused.
         PlosiveError: the server refused the session.
     """
-    link = Link(await _open_websocket(address, api_key, ssl_context), start, on_event)
+    link = Link(await _open_websocket(address, headers, ssl_context), start, on_event)
     try:
         return link, await link.ask(link.protocol.start_frame)
     except BaseException:
@@ -129,13 +129,13 @@ async def open_link(
 
 
 async def _open_websocket(
-    address: str, api_key: str | None, ssl_context: ssl.SSLContext | None
+    address: str, headers: dict[str, str], ssl_context: ssl.SSLContext | None
 ) -> ClientConnection:
     try:
         return await open_websocket(
             address,
             subprotocols=[Subprotocol(SUBPROTOCOL)],
-            additional_headers=key_headers(api_key),
+            additional_headers=headers,
             compression=None,  # audio does not shrink
             open_timeout=None,
             ping_interval=PING_S,

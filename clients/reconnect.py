@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from clients.checks import expect, is_from
 from realtime.errors import (
     CLOSE_CODE,
     CapacityError,
@@ -16,6 +17,7 @@ from realtime.errors import (
 # closes with (protocol errors, policy, 4xxx) would only happen again.
 RETRYABLE_CLOSE_CODES = frozenset({1001, 1005, 1006, 1011, 1012, 1013})
 RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
+_MAX_DOUBLINGS = 64  # beyond 1,023 a float overflows
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,16 @@ class Reconnect:
             ...
     """
 
-    max_attempts: int = 5
+    max_attempts: float = 5  # math.inf: for ever
     initial_delay_s: float = 0.5
     max_delay_s: float = 8.0
     also_first: bool = False  # the first opening too, where the server answers that it is busy
+
+    def __post_init__(self) -> None:
+        """Raises SessionError `invalid_option`."""
+        for name in ("max_attempts", "initial_delay_s", "max_delay_s"):
+            value = getattr(self, name)
+            expect(is_from(0, value), name, value, "a number from 0 on")
 
 
 @dataclass
@@ -49,7 +57,7 @@ class Attempts:
         """Seconds to wait before the next attempt, counting it; None: do not try."""
         if self.num_made >= self.policy.max_attempts or not is_retryable(error):
             return None
-        doubled_s = self.policy.initial_delay_s * 2.0**self.num_made
+        doubled_s = self.policy.initial_delay_s * 2.0 ** min(self.num_made, _MAX_DOUBLINGS)
         self.num_made += 1
         delay_s = min(doubled_s, self.policy.max_delay_s) * (1.0 - 0.5 * self.draw())
         return delay_s + (getattr(error, "retry_after_s", None) or 0.0)

@@ -4,14 +4,12 @@ import asyncio
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Generator
 from typing import TYPE_CHECKING, Any, TypedDict
 from weakref import WeakSet
 
-from pydantic import ValidationError
-
-from clients.address import websocket_url
+from clients.address import key_headers, websocket_url
+from clients.checks import expect, is_from, valid_message
 from clients.interruption import Interruption, interrupt
 from clients.link import Link, open_link
 from clients.protocol import ClientProtocol, SessionEvent
@@ -28,7 +26,6 @@ from realtime.wire import (
     SessionUpdate,
     Warn,
     encode,
-    shorten,
 )
 
 _OPUS_24_KHZ = AudioFormat()
@@ -53,6 +50,7 @@ class Session:
         self._attempts = Attempts(reconnect)
         self._link: Link  # the latest; set by `open`
         self._turns: WeakSet[Turn] = WeakSet()
+        self._latest: Turn | None = None  # what was heard of it is asked when its reader has left
         self._reopening: asyncio.Task[None] | None = None
         self._failure: PlosiveError | None = None  # why it was not opened again
         self._is_closing = False
@@ -83,6 +81,7 @@ class Session:
             self._check_open()
         turn = Turn(self._open_channel, MAX_BUFFERED_EVENTS)
         self._turns.add(turn)
+        self._latest = turn
         return turn
 
     def say(self, text: TextSource) -> Speech:
@@ -102,9 +101,10 @@ class Session:
     async def interrupt(self, played_ms: float | None = None) -> Interruption:
         """Barge-in: cancel what is being said and all that waits behind it.
 
-        If every turn is done, the latest is cancelled, because it may still be playing.
-        `played_ms` is how much was heard of the first of them; None leaves it to the server's
-        estimate. (`clients.Player.interrupt` knows both by itself.)
+        If every turn is done, or its loop was left, which cancels it, the account is of the latest:
+        it may still be playing. `played_ms` is how much was heard of the first of them; None leaves it
+        to the server's estimate, and so does leaving a loop. (`clients.Player.interrupt` knows both
+        by itself.)
 
         Example:
             heard = await session.interrupt(played_ms=player_position_ms)
@@ -140,7 +140,7 @@ class Session:
             SessionError: `invalid_option`.
             PlosiveError: the server refused otherwise, or the session has ended.
         """
-        with _valid_options():
+        with valid_message():
             update = SessionUpdate(
                 voice=voice, prompt=prompt, sampling=sampling, max_lead_ms=max_lead_ms
             )
@@ -255,7 +255,7 @@ class Session:
         """In speaking order: all that is still to be read or spoken, or else the latest."""
         turns = sorted(self._turns, key=lambda turn: turn.opened_s or float("inf"))
         live = [turn for turn in turns if turn.is_pending]
-        return live or [turn for turn in turns if turn.is_done][-1:]
+        return live or [turn for turn in turns if turn.can_be_accounted][-1:]
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -278,11 +278,16 @@ class Opening:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._started_s = time.perf_counter()
+        self._is_used = False
 
     def __await__(self) -> Generator[Any, None, Session]:
         return self.__aenter__().__await__()
 
     async def __aenter__(self) -> Session:
+        if self._is_used:
+            why = "what connect() gave opens one session; call connect() again for another"
+            raise SessionError("opened_already", why)
+        self._is_used = True
         await self._session.open(self._started_s)
         return self._session
 
@@ -334,8 +339,13 @@ def connect(  # noqa: PLR0913 - what a session can be told
         SessionError: `invalid_option`.
         PlosiveError: the server refused the session otherwise.
     """
-    address = websocket_url(url)
-    with _valid_options():
+    address, headers = websocket_url(url), key_headers(api_key)
+    expect(is_from(0, open_timeout_s), "open_timeout_s", open_timeout_s, "seconds from 0 on")
+    how = "connect(url, reconnect=Reconnect())"
+    expect(isinstance(reconnect, Reconnect), "reconnect", reconnect, f"a Reconnect: {how}")
+    is_context = ssl_context is None or isinstance(ssl_context, ssl.SSLContext)
+    expect(is_context, "ssl_context", ssl_context, "an ssl.SSLContext, or None")
+    with valid_message():
         start = SessionStart(
             voice=voice, prompt=prompt, format=format, sampling=sampling, max_lead_ms=max_lead_ms
         )
@@ -343,22 +353,10 @@ def connect(  # noqa: PLR0913 - what a session can be told
     async def open_in_time(start: SessionStart, on_event: OnEvent) -> tuple[Link, SessionReady]:
         try:
             async with asyncio.timeout(open_timeout_s):
-                return await open_link(address, api_key, start, on_event, ssl_context)
+                return await open_link(address, headers, start, on_event, ssl_context)
         except TimeoutError:
             raise ConnectionFailed(
                 f"{url} did not get a session ready within {open_timeout_s:g} s"
             ) from None
 
     return Opening(Session(open_in_time, start, reconnect))
-
-
-@contextmanager
-def _valid_options() -> Iterator[None]:
-    """Raises SessionError `invalid_option` for a value that no message can carry."""
-    try:
-        yield
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        param = ".".join(map(str, first["loc"]))
-        why = f"{param}: {first['msg']} (got {shorten(first['input'])})"
-        raise SessionError("invalid_option", why, param=param) from None

@@ -21,6 +21,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
+from clients.checks import expect, is_from
 from clients.protocol import ClientProtocol, TurnEvent
 from realtime.errors import PlosiveError, SessionError
 from realtime.wire import (
@@ -111,6 +112,7 @@ class Turn:
         self._max_buffered_events = max_buffered_events
         self._events: deque[TurnEvent] = deque()
         self._arrived = asyncio.Event()
+        self.was_left = False  # its reader left it before its end, and has not asked what was heard
         self._outcome: TurnDone | TurnCancelled | Exception | None = None
         self._cancelled: asyncio.Future[TurnCancelled] | None = None
 
@@ -129,9 +131,14 @@ class Turn:
         return isinstance(self._outcome, Exception)
 
     @property
+    def can_be_accounted(self) -> bool:
+        """No audio comes any more, but what was heard of it has not been asked yet."""
+        return self.is_done or (self.was_left and not self.has_failed)
+
+    @property
     def is_pending(self) -> bool:
-        """Not over, or its end has not been read yet."""
-        return not self.is_over or (self.is_done and bool(self._events))
+        """Not left, and not over, or its end has not been read yet."""
+        return not self.was_left and (not self.is_over or (self.is_done and bool(self._events)))
 
     async def append(self, text: str) -> None:
         """Send a piece of text. Pieces are concatenated verbatim: spaces are the caller's.
@@ -167,7 +174,8 @@ class Turn:
         """Barge-in: from this call on, no audio comes out of the turn any more.
 
         `played_ms` is how much of the turn's audio the listener has heard; None leaves it to the
-        server's estimate. A turn that is done can be cancelled too, while it still plays.
+        server's estimate, and so does leaving a loop over the turn early: the account of that is
+        what this returns afterwards. A turn that is done can be cancelled too, while it still plays.
 
         Returns:
             What was spoken and what was not: `spoken_text`, `remaining_text`, `played_ms`.
@@ -178,19 +186,12 @@ class Turn:
         """
         check_played_ms(played_ms)
         self._raise_failure()
+        self.was_left = False
+        if not isinstance(self._outcome, TurnCancelled):
+            await self._begin_cancel(played_ms)
         if isinstance(self._outcome, TurnCancelled):
             return self._outcome
-        if self._channel is None or self.turn_id is None:
-            return self._cancel_unopened()
-        if self._events and isinstance(self._outcome, TurnDone):
-            self._outcome = None  # nobody has read that it is done: cancelled is its end
-        self._events.clear()
-        if self._cancelled is None:
-            self._cancelled = asyncio.get_running_loop().create_future()
-            frames = self._channel.protocol.cancel(self.turn_id, played_ms)
-            if not frames:
-                self._finish(self._channel.protocol.account(self.turn_id))
-            await self._channel.send(frames)
+        assert self._cancelled is not None, self.turn_id
         return await asyncio.shield(self._cancelled)
 
     async def audio(self) -> AsyncIterator[AudioPacket]:
@@ -219,14 +220,13 @@ class Turn:
 
     async def abandon(self) -> None:
         """Stop the turn, unless its end has been read, without waiting for the server's account."""
-        if isinstance(self._outcome, TurnDone | TurnCancelled) and not self._events:
+        if isinstance(self._outcome, TurnCancelled) or (self.is_done and not self._events):
+            self._events.clear()
             return
-        self._events.clear()
-        if self._channel is None or self.turn_id is None:
-            self._cancel_unopened()
-            return
+        if self._channel is not None and self._cancelled is None:
+            self.was_left = True
         with suppress(PlosiveError):  # the session has ended, and the turn with it
-            await self._channel.send(self._channel.protocol.cancel(self.turn_id, None))
+            await self._begin_cancel(None)
 
     def fail(self, error: Exception) -> None:
         """End the turn: iterating and every later call raise `error`. A turn that is over, or is
@@ -300,14 +300,26 @@ class Turn:
         self._channel.protocol.check_open()
         return self._channel, self.turn_id
 
-    def _cancel_unopened(self) -> TurnCancelled:
-        """The server has heard nothing of the turn, and never will."""
-        account = TurnCancelled(
-            turn_id=0, spoken_text="", remaining_text=self._unsent, played_ms=0.0
-        )
-        if not self.is_over:
-            self._finish(account)
-        return account
+    async def _begin_cancel(self, played_ms: float | None) -> None:
+        """No audio comes out from here on; the outcome is, or will be, what was heard."""
+        is_unread = bool(self._events)
+        self._events.clear()
+        if self._channel is None or self.turn_id is None:  # the server never hears of it
+            if not self.is_over:
+                unsent = self._unsent
+                self._finish(
+                    TurnCancelled(turn_id=0, spoken_text="", remaining_text=unsent, played_ms=0.0)
+                )
+            return
+        if self._cancelled is not None:
+            return
+        if self.is_done and is_unread:
+            self._outcome = None  # nobody has read that it is done: cancelled is its end
+        self._cancelled = asyncio.get_running_loop().create_future()
+        frames = self._channel.protocol.cancel(self.turn_id, played_ms)
+        if not frames and not self.has_failed:
+            self._finish(self._channel.protocol.account(self.turn_id))
+        await self._channel.send(frames)
 
     def _raise_failure(self) -> None:
         if isinstance(self._outcome, Exception):
@@ -341,7 +353,7 @@ class Speech:
                     ...
         """
         if self._is_said:
-            raise RuntimeError("this speech is said already; say() makes another")
+            raise SessionError("said_already", "this speech is said already; say() makes another")
         self._is_said = True
         sender = asyncio.create_task(self._send())
         try:
@@ -378,10 +390,8 @@ async def _pieces(text: TextSource) -> AsyncIterator[str]:
 
 def check_played_ms(played_ms: float | None) -> None:
     """Raises SessionError `invalid_option` for what no cancel can carry."""
-    if played_ms is None or (isinstance(played_ms, int | float) and 0 <= played_ms < math.inf):
-        return
-    why = f"played_ms: got {shorten(played_ms)}, expected milliseconds from 0 on, or None"
-    raise SessionError("invalid_option", why, param="played_ms")
+    is_valid = played_ms is None or (is_from(0, played_ms) and played_ms < math.inf)
+    expect(is_valid, "played_ms", played_ms, "milliseconds from 0 on, or None")
 
 
 def _ms_between(start_s: float | None, end_s: float | None) -> float | None:

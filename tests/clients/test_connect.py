@@ -1,9 +1,11 @@
 """Addresses, the start of a session, and the ways in which there is none."""
 
 import json
+import math
 
 import pytest
 
+import clients.sync
 from clients import (
     AudioFormat,
     ConnectionFailed,
@@ -14,6 +16,7 @@ from clients import (
     connect,
 )
 from clients.address import http_url, websocket_url
+from clients.voices import list_voices
 from realtime.wire import Error, Sampling, SessionStart
 from tests.clients.scripted_server import PCM_FORMAT, Peer, ready, respond, scripted_server, talker
 
@@ -106,6 +109,11 @@ async def test_a_server_that_never_gets_ready() -> None:
         ({"voice": 7}, "voice: Input should be a valid string (got 7)"),
         ({"format": "opus"}, "format: "),
         ({"max_lead_ms": -1}, "max_lead_ms: "),
+        ({"voice": "\ud800"}, "voice: "),
+        ({"reconnect": True}, "reconnect: got True, expected a Reconnect"),
+        ({"open_timeout_s": "x"}, "open_timeout_s: got 'x', expected seconds"),
+        ({"open_timeout_s": math.nan}, "open_timeout_s: got nan"),
+        ({"ssl_context": "ca.pem"}, "ssl_context: got 'ca.pem', expected an ssl.SSLContext"),
     ],
 )
 async def test_an_option_that_makes_no_sense_is_named_before_anything_is_sent(option, got) -> None:
@@ -113,6 +121,37 @@ async def test_an_option_that_makes_no_sense_is_named_before_anything_is_sent(op
         connect("http://127.0.0.1:9", **option)
     assert raised.value.code == "invalid_option" and raised.value.param in option
     assert raised.value.message.startswith(got)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("localhost:8765", "http://localhost:port", "http://[::1", "http://:80", "http://a b"),
+        *("http://\ud800", "http://h/\ud800", "http://a..b", "http://" + 70 * "a", "http://h\0"),
+        *(8765, None, [], b"http://h"),
+    ],
+)
+def test_what_is_no_address_is_refused_before_anything_is_opened(url) -> None:
+    for open_session in (connect, clients.sync.connect, list_voices):
+        with pytest.raises(ConnectionFailed, match="is no server address; expected one like http"):
+            open_session(url)
+
+
+@pytest.mark.parametrize("key", [7, b"key"])
+def test_a_key_that_is_no_string_is_refused_without_being_shown(key) -> None:
+    for open_session in (connect, clients.sync.connect, list_voices):
+        with pytest.raises(ConnectionFailed, match=f"got {type(key).__name__}, expected a string"):
+            open_session("http://127.0.0.1:9", api_key=key)
+
+
+async def test_what_connect_gave_opens_one_session() -> None:
+    async with scripted_server(talker) as server:
+        opening = connect(server.url)
+        session = await opening
+        with pytest.raises(SessionError, match=r"call connect\(\) again"):
+            await opening
+        await session.close()
+    assert len(server.peers) == 1
 
 
 async def test_a_session_can_be_awaited_and_closed() -> None:
@@ -145,6 +184,3 @@ def test_addresses() -> None:
     assert (
         http_url("wss://tts.example/v1/realtime", "/v1/voices") == "https://tts.example/v1/voices"
     )
-    for wrong in ("localhost:8765", "http://localhost:port", "http://[::1", 8765):
-        with pytest.raises(ConnectionFailed, match="is no server address; expected one like http"):
-            websocket_url(wrong)

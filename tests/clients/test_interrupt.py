@@ -1,6 +1,7 @@
 """`Session.interrupt`: everything that is or would be said, in one call."""
 
 import asyncio
+from contextlib import aclosing
 
 from clients import ConnectionLost, TurnCancelled, TurnDone, connect
 from realtime.wire import TextAppend, TurnCancel, TurnText
@@ -64,6 +65,50 @@ async def test_a_turn_that_is_done_may_still_play() -> None:
         heard = await session.interrupt(played_ms=20.0)
         assert [account.turn_id for account in heard.turns] == [2]
         assert heard.remaining_text == "three"
+
+
+async def heard_of_the_first(peer: Peer) -> None:
+    """Says one turn, accounts for it when it is cancelled, and speaks of a second."""
+    await peer.accept()
+    await peer.expect_turn()
+    await peer.audio(1, [PACKET] * 3)
+    await peer.expect(TurnCancel)
+    await peer.send(
+        TurnCancelled(turn_id=1, spoken_text="One. ", remaining_text="Two.", played_ms=40.0)
+    )
+    await peer.until_closed()
+
+
+async def test_a_loop_that_was_left_leaves_the_account_to_interrupt() -> None:
+    async with session_with(heard_of_the_first) as session:
+        async with aclosing(aiter(session.say("One. Two."))) as packets:
+            async for _ in packets:
+                break
+        assert (await session.interrupt(played_ms=20.0)).spoken_text == "One. "
+        assert not (await session.interrupt()).turns  # it is told once
+
+
+async def test_a_block_that_was_left_leaves_the_account_to_the_turn() -> None:
+    async with session_with(heard_of_the_first) as session:
+        async with session.turn() as turn:
+            await turn.append("One. Two.")
+            await turn.commit()
+            await anext(turn)
+        account = await turn.cancel()
+        assert (account.spoken_text, account.played_ms) == ("One. ", 40.0)
+
+
+async def test_what_was_left_is_none_of_the_turns_that_are_interrupted() -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        async with session.turn() as left:
+            await left.append("one")
+        turn = session.turn()
+        await turn.append("two")
+        heard = await session.interrupt(played_ms=20.0)
+        assert [account.turn_id for account in heard.turns] == [2]
+        await left.cancel()
+    cancels = [message for message in server.received if isinstance(message, TurnCancel)]
+    assert [cancel.played_ms for cancel in cancels] == [None, 20.0]
 
 
 async def test_queued_turns_are_spoken_one_after_another() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 
 import pytest
 
@@ -342,3 +343,18 @@ async def test_a_first_opening_that_is_refused_for_good_is_not_tried_again(statu
             async with connect(server.url, reconnect=FIRST_TOO):
                 pass
         assert len(server.refusals) == 1
+
+
+@pytest.mark.parametrize(
+    "option", [{"max_attempts": "3"}, {"initial_delay_s": -1}, {"max_delay_s": math.nan}]
+)
+def test_a_policy_that_makes_no_sense_is_refused_when_it_is_made(option) -> None:
+    (name,) = option
+    with pytest.raises(SessionError, match=rf"{name}: got .*, expected a number from 0 on"):
+        Reconnect(**option)
+
+
+def test_the_delay_of_the_thousandth_attempt_is_the_longest() -> None:
+    attempts = Attempts(Reconnect(max_attempts=math.inf, max_delay_s=8.0), draw=lambda: 0.0)
+    delays = [attempts.next_delay_s(ConnectionLost("gone")) for _ in range(1_100)]
+    assert delays[:3] == [0.5, 1.0, 2.0] and delays[-1] == 8.0

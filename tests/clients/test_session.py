@@ -247,6 +247,6 @@ async def test_a_speech_is_said_once() -> None:
     async with scripted_server(talker) as server, connect(server.url) as session:
         speech = session.say("one")
         assert [packet async for packet in speech]
-        with pytest.raises(RuntimeError, match="said already"):
+        with pytest.raises(SessionError, match="said already"):
             async for _ in speech:
                 pass

@@ -109,6 +109,15 @@ def test_a_text_source_that_fails_fails_the_loop() -> None:
     assert TurnCancel(turn_id=1) in server.received
 
 
+def test_what_was_heard_is_known_after_the_loop_was_left_and_after_its_end() -> None:
+    with served(talker) as server, connect(server.url) as session:
+        for _ in session.say("one two"):
+            break
+        assert session.interrupt(played_ms=20.0).remaining_text == "one two"
+        assert list(session.say("three"))
+        assert session.interrupt(played_ms=20.0).remaining_text == "three"
+
+
 def test_typed_events_and_queued_turns() -> None:
     with served(talker) as server, connect(server.url, format=PCM_FORMAT) as session:
         turns = [session.turn() for _ in range(2)]

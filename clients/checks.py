@@ -1,0 +1,33 @@
+"""What callers pass in, refused in words before anything is sent: what was got, what is expected."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pydantic import ValidationError
+
+from realtime.errors import SessionError
+from realtime.wire import shorten
+
+
+def expect(is_valid: bool, param: str, got: object, expected: str) -> None:
+    """Raises SessionError `invalid_option`, unless `is_valid`."""
+    if not is_valid:
+        why = f"{param}: got {shorten(got)}, expected {expected}"
+        raise SessionError("invalid_option", why, param=param)
+
+
+def is_from(least: float, value: object) -> bool:
+    """Whether it is a number, and not below `least`."""
+    return isinstance(value, int | float) and value >= least
+
+
+@contextmanager
+def valid_message() -> Iterator[None]:
+    """Raises SessionError `invalid_option` for a value that no message of the wire can carry."""
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param = ".".join(map(str, first["loc"]))
+        why = f"{param}: {first['msg']} (got {shorten(first['input'])})"
+        raise SessionError("invalid_option", why, param=param) from None
