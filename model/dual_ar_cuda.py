@@ -15,13 +15,13 @@ the projection between the stacks stay in the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.frame_state import Frame, FrameState, Riders
-from model.fused_stack import Attend, Attended, FusedBlock, FusedStack, run_blocks, take_packed
+from model.fused_stack import Attend, Attended, FusedBlock, FusedStack, take_packed
 from model.kv_cache import KVCache
 from model.layers import Block
 from model.sampling import MAX_TOP_K
@@ -29,6 +29,7 @@ from model.wide_rows import WideBlock, has_room
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
 from ops.attention_shared import shared_attention
 from ops.embedding import embed_rows
+from ops.fp8_rows import KvRows
 from ops.linear import linear
 from ops.quantize import MAX_PENDING_ROWS, Activation, BlockScaled, Kind
 from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_semantic
@@ -42,6 +43,18 @@ MAX_WIDE_PREFILL_ROWS = 512  # of one pass through plain matrices
 # Of the fast AR: 1.1 ms (S2 Pro, 1 stream, H200), in which a host launches a frame. With 3 the device
 # waited 3 % of the time.
 _TAIL_PASSES = 4
+
+
+class _Places(NamedTuple):
+    """Where the keys and values of rows are: slots and positions i64 [M]."""
+
+    cache: KVCache
+    slots: Tensor
+    positions: Tensor
+
+    def of(self, layer: int) -> tuple[KvRows, Tensor, Tensor, Tensor]:
+        """Pages, page table, slots, positions, as the ops take them."""
+        return self.cache.kv[layer], self.cache.page_table, self.slots, self.positions
 
 
 class FusedDualAR:
@@ -95,21 +108,13 @@ class FusedDualAR:
 
     def prefill_rows(self, rows: Tensor, slots: Tensor, positions: Tensor, cache: KVCache) -> None:
         """See `DualAR.prefill_rows`. Neighbours of one slot share what attention reads."""
-
-        def append(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Tensor:
-            eps, table = block.config.norm_eps, cache.page_table
-            where = (cache.kv[layer], table, slots, positions)
-            return rope_append(qkv, block.qk_norm, eps, self._slow.rope, *where)
+        places = _Places(cache, slots, positions)
 
         def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
-            where = (cache.kv[layer], cache.page_table, slots, positions)
-            return paged_attention(append(layer, block, qkv), *where, block.kind, is_span=True)
+            q = self._append(layer, block, qkv, places)
+            return paged_attention(q, *places.of(layer), block.kind, is_span=True)
 
-        x = self._embed(rows, None)
-        *blocks, last = self._slow.blocks(len(x))
-        x, normed = run_blocks(blocks, x, attend, last_norm=last.attention_norm)
-        qkv = last.project(x, normed) if isinstance(last, FusedBlock) else last.project(x)
-        append(len(blocks), last, qkv)
+        self._fill(self._embed(rows, None), attend, places)
 
     def decode_frame(
         self,
@@ -158,43 +163,63 @@ class FusedDualAR:
         shares_pages: bool = False,
     ) -> Tensor:
         """[B, C], the slow AR's hidden state after the final norm."""
-        positions = state.position.index_select(0, slots)
+        places = _Places(cache, slots, state.position.index_select(0, slots))
 
         def attend_alone(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Attended:
-            eps, table = block.config.norm_eps, cache.page_table
-            where = (cache.kv[layer], table, slots, positions)
+            rotary = (block.qk_norm, block.config.norm_eps, self._slow.rope)
             # Chained: positions and table are older than `embed_rows`.
-            rope, scratch = self._slow.rope, cache.scratch
             return decode_attention(
-                *(qkv, block.qk_norm, eps, rope, *where, block.kind),
+                *(qkv, *rotary, *places.of(layer), block.kind),
                 is_chained=True,
-                scratch=scratch,
+                scratch=cache.scratch,
                 wo=block.wo if isinstance(block, FusedBlock) else None,
             )
 
         x = self._embed(state.rows, slots)
-        attend: Attend = attend_alone
-        if riders is None:
-            if shares_pages:
-                attend = self._attend_shared(slots, positions, cache, is_chained=True)
-            return self._slow.final_norm(self._slow.forward(x, attend))
+        if riders is not None:
+            x = self._decode_with(riders, x, places)
+        elif shares_pages:
+            x = self._slow.forward(x, self._attend_shared(places, is_chained=True))
+        else:
+            x = self._slow.forward(x, attend_alone)
+        return self._slow.final_norm(x)
+
+    def _decode_with(self, riders: Riders, x: Tensor, places: _Places) -> Tensor:
+        """[B, C] -> [B, C], before the final norm: the rows at `places`, once those of prompts are
+        written."""
+        cache, num_rows = places.cache, len(x)
         if cache.history is not None:
             cache.history.index_put_((riders.slots, riders.positions), riders.rows)
+        slots = torch.cat([places.slots, riders.slots])
+        of_all = _Places(cache, slots, torch.cat([places.positions, riders.positions]))
         x = torch.cat([x, self._embed(riders.rows, None)])
-        of_all = torch.cat([slots, riders.slots]), torch.cat([positions, riders.positions])
-        attend = self._attend_shared(*of_all, cache, is_chained=False)
-        return self._slow.final_norm(self._slow.forward(x, attend)[: len(slots)])
+        x, q = self._fill(x, self._attend_shared(of_all, is_chained=False), of_all)
+        last = self._slow.blocks(num_rows)[-1]
+        attended = shared_attention(q[:num_rows], *places.of(-1), last.kind)
+        return last.finish(x[:num_rows], attended)[0]
 
-    def _attend_shared(
-        self, slots: Tensor, positions: Tensor, cache: KVCache, *, is_chained: bool
-    ) -> Attend:
+    def _fill(self, x: Tensor, attend: Attend, places: _Places) -> tuple[Tensor, Tensor]:
+        """Write keys and values of rows [M, C] in all layers.
+
+        Returns:
+            What the last block takes [M, C], and its queries [M, H, D].
+        """
+        x, last, qkv = self._slow.forward_to_last(x, attend)
+        return x, self._append(-1, last, qkv, places)
+
+    def _append(
+        self, layer: int, block: FusedBlock | WideBlock, qkv: Tensor, places: _Places
+    ) -> Tensor:
+        """Queries [M, H, D], once keys and values are written."""
+        eps, rope = block.config.norm_eps, self._slow.rope
+        return rope_append(qkv, block.qk_norm, eps, rope, *places.of(layer))
+
+    def _attend_shared(self, places: _Places, *, is_chained: bool) -> Attend:
         """All rows' keys and values are written before anybody reads."""
 
         def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
-            where = (cache.kv[layer], cache.page_table, slots, positions)
-            eps, rope = block.config.norm_eps, self._slow.rope
-            q = rope_append(qkv, block.qk_norm, eps, rope, *where)
-            return shared_attention(q, *where, block.kind, is_chained=is_chained)
+            q = self._append(layer, block, qkv, places)
+            return shared_attention(q, *places.of(layer), block.kind, is_chained=is_chained)
 
         return attend
 

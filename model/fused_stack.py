@@ -98,8 +98,13 @@ class FusedBlock:
             normed: see `project`.
             next_norm: weight of that norm, if a block's matrix takes it.
         """
+        return self.finish(x, attend(layer, self, self.project(x, normed)), next_norm)
+
+    def finish(
+        self, x: Tensor, attended: Attended, next_norm: Tensor | None = None
+    ) -> tuple[Tensor, Input | None]:
+        """What comes after attention, see `forward`."""
         eps = self.config.norm_eps
-        attended = attend(layer, self, self.project(x, normed))
         x, normed = attended_linear_and_norm(
             attended, self.wo, self.ffn_norm, eps, bias=self.o_bias, residual=x
         )
@@ -147,6 +152,15 @@ class FusedStack:
         x, _ = run_blocks(self.blocks(len(x)), x, attend, normed)
         return x
 
+    def forward_to_last(
+        self, x: Tensor, attend: Attend
+    ) -> tuple[Tensor, FusedBlock | WideBlock, Tensor]:
+        """[M, C] -> what the last block takes [M, C], the block, and its queries, keys and values
+        [M, H + 2 H_kv, D]: all that is wanted of rows which only fill memory."""
+        *blocks, last = self.blocks(len(x))
+        x, normed = run_blocks(blocks, x, attend, last_norm=last.attention_norm)
+        return x, last, last.project(x, normed)
+
     def norm_for_first(self, x: Tensor) -> Activation:
         """[M, C] after the first block's norm."""
         first = self._fused[0]
@@ -179,10 +193,7 @@ def run_blocks(
     next_norms = [block.attention_norm for block in blocks[1:]]
     for layer, block in enumerate(blocks):
         norm = next_norms[layer] if layer < len(next_norms) else last_norm
-        if isinstance(block, WideBlock):
-            x, normed = block.forward(x, layer, attend), None
-        else:
-            x, normed = block.forward(x, normed, layer, attend, norm)
+        x, normed = block.forward(x, normed, layer, attend, norm)
     return x, normed
 
 

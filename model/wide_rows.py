@@ -18,6 +18,7 @@ from model.config import StackConfig
 from model.layers import MATRICES, Block
 from ops import reference
 from ops.attention_launch import PendingAttention
+from ops.linear import Input
 from ops.plain_linear import PlainWeight, multiplies_scaled, plain_linear
 from ops.quantize import Activation, Kind, quantize_rows, quantize_weight, rms_norm
 from ops.reference_fp8 import dequantize_weight
@@ -72,23 +73,31 @@ class WideBlock:
         weights = (self.wqkv, self.wo, self.gate_up, self.down)
         return tuple(tensor for weight in weights for tensor in weight.tensors())
 
-    def project(self, x: Tensor) -> Tensor:
-        """[M, C] -> queries, keys and values [M, H + 2 H_kv, D], neither normed nor rotated."""
+    def project(self, x: Tensor, _: Input | None = None) -> Tensor:
+        """See `FusedBlock.project`; the norm is made here."""
         qkv = plain_linear(self._normed(x, self.attention_norm), self.wqkv, self.qkv_bias)
         return qkv.view(x.shape[0], -1, self.config.head_dim)
 
     def forward(
         self,
         x: Tensor,
+        normed: Input | None,
         layer: int,
         attend: Callable[[int, WideBlock, Tensor], Activation | PendingAttention],
-    ) -> Tensor:
-        """[M, C] -> [M, C]."""
-        attended = attend(layer, self, self.project(x))
+        next_norm: Tensor | None,
+    ) -> tuple[Tensor, None]:
+        """See `FusedBlock.forward`; the next norm is not made."""
+        return self.finish(x, attend(layer, self, self.project(x, normed)), next_norm)
+
+    def finish(
+        self, x: Tensor, attended: Activation | PendingAttention, _: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """What comes after attention."""
         assert not isinstance(attended, PendingAttention), attended.num_rows
         x = x + plain_linear(attended, self.wo, self.o_bias)
-        hidden = reference.swiglu(plain_linear(self._normed(x, self.ffn_norm), self.gate_up))
-        return x + plain_linear(hidden if self.kind == "bf16" else quantize_rows(hidden), self.down)
+        gated = reference.swiglu(plain_linear(self._normed(x, self.ffn_norm), self.gate_up))
+        hidden = gated if self.kind == "bf16" else quantize_rows(gated)
+        return x + plain_linear(hidden, self.down), None
 
     def _normed(self, x: Tensor, weight: Tensor) -> Activation:
         return rms_norm(x, weight, self.config.norm_eps, self.kind)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from model import dual_ar_cuda
+from model import dual_ar_cuda, fused_stack
 from model.dual_ar import DualAR
 from model.frame_state import Riders
 from model.layers import MATRICES, Block
@@ -123,6 +123,27 @@ def test_a_prompt_that_rides_with_its_first_frame_is_prefilled(has_history):
             assert torch.equal(history[:, :10], prompts[1][:, last - 9 :])
     for plain, ridden in zip(*results, strict=True):
         assert torch.equal(plain, ridden)
+
+
+def test_rows_that_only_fill_memory_need_the_last_layers_keys_and_values_alone(monkeypatch):
+    """Prompts in a call, and those that ride with a frame: what the MLPs of the slow AR take."""
+    model, num_rows = make_random_model(), []
+    model.use_kernels("bf16")
+
+    def gate_up(x, weight, run=fused_stack.gate_up_swiglu):
+        num_rows.append(len(x))
+        return run(x, weight)
+
+    monkeypatch.setattr(fused_stack, "gate_up_swiglu", gate_up)
+    cache, state = model.new_cache(2, 128), model.new_frame_state(2)
+    enter(model, cache, state, 0, random_prompt(20, 0), GREEDY)
+    num_layers = model.config.slow.num_layers
+    assert num_rows == [19] * (num_layers - 1)
+    num_rows.clear()
+    rows = torch.zeros(7, 1 + model.config.num_codebooks, dtype=torch.int32)
+    riders = Riders(rows, torch.full((7,), 1), torch.arange(7))
+    model.decode_frame(state, torch.tensor([0]), cache, riders=riders)
+    assert num_rows[:num_layers] == [8] * (num_layers - 1) + [1]
 
 
 def test_a_frame_that_reads_shared_pages_once_makes_the_same_codes():
