@@ -40,10 +40,14 @@ def rotate_heads(
 
 
 def append(kv: Tensor, pages: KvRows, page_table: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Write keys and values [M, 2, H_kv, D] of rows into their pages."""
+    """Write keys and values [M, 2, H_kv, D] of rows into their pages.
+
+    What is not finite becomes 0, so that memory stays finite: kernels multiply values by weights of 0, and
+    what one stream has broken would reach those beside it.
+    """
     page_size = pages.shape[3]
     page = page_table[slots, positions // page_size].long()
-    pages[page, :, :, positions % page_size] = kv
+    pages[page, :, :, positions % page_size] = kv.nan_to_num(0, 0, 0)
 
 
 def paged_attention(

@@ -3,6 +3,17 @@
 
 #include "heads.cuh"
 
+// What is not finite becomes 0: some kernels multiply values by the weights of several streams' queries, which
+// are 0 where a value is not for them, and 0 times NaN is NaN.
+DEVICE uint4 finite(uint4 values) {
+  const auto kept = [](u32 pair) {
+    const __nv_bfloat162 both = *reinterpret_cast<const __nv_bfloat162*>(&pair);
+    const __nv_bfloat16 largest = __ushort_as_bfloat16(0x7f7f);
+    return pair & __hle2_mask(__habs2(both), {largest, largest});
+  };
+  return make_uint4(kept(values.x), kept(values.y), kept(values.z), kept(values.w));
+}
+
 template <int D>
 struct Bf16Rows {
   using Element = bf16;
@@ -10,7 +21,7 @@ struct Bf16Rows {
   bf16* data;           // [rows, D]
   bf16* scales;         // null
 
-  static DEVICE Eight eight(uint4 values) { return values; }
+  static DEVICE Eight eight(uint4 values) { return finite(values); }
   DEVICE void store(i64 row, int offset, const Eight& eight) const {
     *reinterpret_cast<uint4*>(data + row * D + offset) = eight;
   }
@@ -28,6 +39,7 @@ struct Fp8Rows {
 
   // Of eight bf16; all lanes of the warp must call it. The definition's operations, one rounding each.
   static DEVICE Eight eight(uint4 values) {
+    values = finite(values);
     float x[8], top = 1e-10f;
 #pragma unroll
     for (int i = 0; i < 4; i++) {

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ops import attention, attention_plans, nvrtc, reference, reference_paged
+from ops.fp8_rows import dequantized
 from ops.quantize import BlockScaled, quantize_rows
 from tests.ops.attention_cases import EPS, bits, copied, paged, relative_error
 
@@ -34,6 +35,22 @@ def test_append_writes_one_position_of_each_row(case):
         page = int(case.page_table[case.slots[row], position // 8])
         before[page, :, :, position % 8] = torch.stack([rotated[row, 6:], case.qkv[row, 8:]])
     assert torch.equal(bits(case.pages), bits(before))
+
+
+def test_what_is_not_finite_is_written_as_zeros(case):
+    """Of its row alone, and of what else is in the row nothing changes."""
+    broken = case.rows(list(range(len(LENGTHS))))
+    for value, dimension in ((torch.nan, 3), (torch.inf, 8), (-torch.inf, 9)):
+        broken.qkv[2, 9, dimension] = value  # the second head's values
+        case.qkv[2, 9, dimension] = 0
+    for rows in (case, broken):
+        attention.rope_append(rows.qkv, *rows.rotary, *rows.where)
+    assert torch.equal(bits(broken.pages), bits(case.pages))
+    broken.qkv[2, 6] = torch.nan  # the first head's keys
+    attention.rope_append(broken.qkv, *broken.rotary, *broken.where)
+    page = broken.page_table[broken.slots[2], broken.positions[2] // 8]
+    keys = dequantized(broken.pages[page], torch.float32)[0, 0, broken.positions[2] % 8]
+    assert not keys.any()
 
 
 def test_without_a_norm_heads_are_only_rotated(case):
