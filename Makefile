@@ -12,8 +12,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo help test test-gpu test-clients browser screenshots check bench clean
 
 demo: $(VENV)/.installed  ## speak a sentence through a real local server, print its TTFA
-	@echo "Starting a local server and saying a sentence ..."
-	@env -u PLOSIVE_URL $(BIN)/plosive say --out demo.wav \
+	@echo "Starting a server of its own and saying a sentence ..."
+	@$(BIN)/plosive say --local --out demo.wav \
 		"Hello! I am Plosive, and this sentence left the server while it was still being spoken."
 	@echo "TTFA is text sent to first audio packet. Listen to demo.wav; for more: source $(BIN)/activate"
 

@@ -29,7 +29,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from realtime.config import ConfigError, ServerConfig
+from realtime.config import ConfigError, ServerConfig, named
 from realtime.errors import CapacityError, PlosiveError
 from realtime.http_errors import HttpErrors
 from realtime.metrics import Metrics
@@ -91,7 +91,7 @@ def load_api_keys(file: Path | None, environ: Mapping[str, str]) -> ApiKeys:
     """
     keys: list[str] = []
     if file is not None:
-        keys += _from_source(f"--api-keys-file {file}", _read(file).splitlines())
+        keys += _from_source(f"{named('api_keys_file')}: {file}", _read(file).splitlines())
     if KEYS_VARIABLE in environ:
         keys += _from_source(KEYS_VARIABLE, environ[KEYS_VARIABLE].split(","))
     return ApiKeys(keys)
@@ -102,7 +102,7 @@ def _read(file: Path) -> str:
         return file.read_text("utf-8")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        message = f"--api-keys-file: cannot read {file}: {why}"
+        message = f"{named('api_keys_file')}: cannot read {file}: {why}"
         raise ConfigError(message=message, param="api_keys_file") from error
 
 

@@ -206,9 +206,11 @@ class ServerConfig:
         has_certificate = self.ssl_certfile is not None or self.ssl_keyfile is None
         self._check("ssl_keyfile", has_certificate, "an --ssl-certfile beside it")
         cap_ms = self.max_lead_cap_ms
-        self._check("max_lead_ms", 40 <= self.max_lead_ms <= cap_ms, f"40 to {cap_ms}")
+        expected = f"40 to {cap_ms}, which is max_lead_cap_ms"
+        self._check("max_lead_ms", 40 <= self.max_lead_ms <= cap_ms, expected)
         top_ms = self.high_water_ms
-        self._check("low_water_ms", 0 <= self.low_water_ms < top_ms, f"0 to below {top_ms}")
+        expected = f"0 to below {top_ms}, which is high_water_ms"
+        self._check("low_water_ms", 0 <= self.low_water_ms < top_ms, expected)
 
     def _check(self, name: str, is_valid: bool, expected: str) -> None:
         if not is_valid:
@@ -267,6 +269,16 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def named(name: str) -> str:
+    """An option for a message about its value, where it is not known which way it was given.
+
+    Example:
+        >>> named("voices_dir")
+        '--voices-dir (PLOSIVE_VOICES_DIR)'
+    """
+    return f"{_flag(name)} ({ENV_PREFIX}{name.upper()})"
+
+
 def _metavar(name: str) -> str:
     """The unit where the name ends in one, else what kind of thing it is."""
     last = name.rpartition("_")[2]
@@ -298,8 +310,9 @@ def from_args(args: argparse.Namespace, environ: Mapping[str, str] | None = None
     environ = os.environ if environ is None else environ
     fields = dataclasses.fields(ServerConfig)
     given = {f.name: vars(args)[f.name] for f in fields if f.name in vars(args)}
+    values = _from_environ(environ) | given
     try:
-        return ServerConfig(**_from_environ(environ) | given)
+        return ServerConfig(**values)
     except ConfigError as error:
         if error.param is None:
             raise
@@ -322,7 +335,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         try:
             values[name] = _parser_of(name)(text)
         except argparse.ArgumentTypeError as error:
-            raise ConfigError(message=f"{name}: {error}", param=name) from None
+            raise ConfigError(message=f"{variable}: {error}", param=name) from None
     return values
 
 

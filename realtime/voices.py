@@ -17,6 +17,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
+from realtime.config import named
 from realtime.errors import PlosiveError, VoiceError
 from realtime.pingpong.messages import VoicePrompt
 
@@ -202,7 +203,7 @@ def check_voices_dir(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=nearest):  # root may write by the mode, and yet cannot
             pass
     except OSError as error:
-        why = f"--voices-dir: no voice can be stored in {folder}: {error.strerror}"
+        why = f"{named('voices_dir')}: no voice can be stored in {folder}: {error.strerror}"
         if nearest != folder:
             why += f" ({nearest})"
         raise PlosiveError("invalid_config", why) from error

@@ -4,6 +4,7 @@ afterwards, and waits at the terminal for a password."""
 import ssl
 from pathlib import Path
 
+from realtime.config import named
 from realtime.errors import PlosiveError
 
 
@@ -19,18 +20,22 @@ def check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
 
 
 def _fault(certfile: Path, keyfile: Path | None) -> str:
-    option, file = ("--ssl-keyfile", keyfile) if keyfile else ("--ssl-certfile", certfile)
+    of_certificate, of_key = (
+        named("ssl_certfile"),
+        named("ssl_keyfile" if keyfile else "ssl_certfile"),
+    )
+    file = keyfile or certfile
     try:
         certificates, key = certfile.read_bytes(), file.read_bytes()
     except OSError as unreadable:
-        which = "--ssl-certfile" if unreadable.filename == str(certfile) else option
+        which = of_certificate if unreadable.filename == str(certfile) else of_key
         return f"{which}: {unreadable.filename}: {unreadable.strerror}"
     if b"CERTIFICATE-----" not in certificates:
-        return f"--ssl-certfile: there is no certificate (PEM) in {certfile}"
+        return f"{of_certificate}: there is no certificate (PEM) in {certfile}"
     if b"PRIVATE KEY-----" not in key:
         elsewhere = "" if keyfile else "; name the file that has it with --ssl-keyfile"
-        return f"{option}: there is no private key (PEM) in {file}{elsewhere}"
+        return f"{of_key}: there is no private key (PEM) in {file}{elsewhere}"
     if b"ENCRYPTED" in key:
         way_out = f"openssl pkey -in {file} -out FILE writes one without"
-        return f"{option}: the private key in {file} has a password; {way_out}"
-    return f"{option}: the private key in {file} is not the one of {certfile}, or one is damaged"
+        return f"{of_key}: the private key in {file} has a password; {way_out}"
+    return f"{of_key}: the private key in {file} is not the one of {certfile}, or one is damaged"

@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("PLOSIVE_API_KEY"),
+        default=os.environ.get("PLOSIVE_API_KEY") or None,
         help="for a server that needs one (default: $PLOSIVE_API_KEY)",
     )
     local = parser.add_argument_group("a server of its own")
@@ -145,6 +145,7 @@ def _find_server(args: argparse.Namespace) -> str | None:
     if _wants_local(args):
         return None
     if url := os.environ.get("PLOSIVE_URL"):
+        _tell(f"using the server at {url} (PLOSIVE_URL)")
         return url
     if url := running_server():
         _tell(f"using the server at {url} (--local starts another)")

@@ -160,11 +160,11 @@ def serve(config: ServerConfig, engine_factory: EngineFactory, keys: ApiKeys | N
 
 
 def _check_descriptors(config: ServerConfig) -> None:
-    for option, fd in (("announce", config.announce_fd), ("lifeline", config.lifeline_fd)):
+    for option, fd in (("announce_fd", config.announce_fd), ("lifeline_fd", config.lifeline_fd)):
         try:
             os.fstat(0 if fd is None else fd)
         except OSError as error:
-            why = f"--{option}-fd: file descriptor {fd} is not open"
+            why = f"{options.named(option)}: file descriptor {fd} is not open"
             raise PlosiveError("invalid_config", why) from error
 
 

@@ -25,12 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", help="add: what is said in the recording")
     parser.add_argument(
         "--url",
-        default=os.environ.get("PLOSIVE_URL", DEFAULT_URL),
         help=f"the server (default: $PLOSIVE_URL, or else {DEFAULT_URL})",
     )
     parser.add_argument(
         "--api-key",
-        default=os.environ.get("PLOSIVE_API_KEY"),
+        default=os.environ.get("PLOSIVE_API_KEY") or None,
         help="for a server that needs one (default: $PLOSIVE_API_KEY)",
     )
     parser.set_defaults(usage_error=parser.error)
@@ -41,6 +40,10 @@ def run(args: argparse.Namespace) -> int:
     given = (args.name is not None, args.clip is not None, args.text is not None)
     if given != _TAKES[args.action]:
         args.usage_error(_usage(args))
+    if not args.url:
+        args.url = os.environ.get("PLOSIVE_URL") or DEFAULT_URL
+        if args.url != DEFAULT_URL:
+            print(f"plosive voices: using the server at {args.url} (PLOSIVE_URL)", file=sys.stderr)
     try:
         _run(args)
     except (PlosiveError, OSError) as error:

@@ -359,5 +359,5 @@ def test_serve_does_not_start_with_keys_that_cannot_be_used(
 ) -> None:
     none = tmp_path / "none"
     assert main(["serve", "--api-keys-file", str(none)]) == 2
-    why = f"--api-keys-file: cannot read {none}: No such file or directory"
+    why = f"--api-keys-file (PLOSIVE_API_KEYS_FILE): cannot read {none}: No such file or directory"
     assert capsys.readouterr().err == f"plosive serve: {why}\n"

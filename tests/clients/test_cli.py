@@ -78,8 +78,17 @@ async def test_say_takes_the_server_that_runs_here(monkeypatch, capsys) -> None:
         assert await asyncio.to_thread(_say_in_thread, "one", "--mute", "--device", "cpu") == 0
         assert len(server.peers) == 1
         monkeypatch.setenv("PLOSIVE_URL", server.url)
+        capsys.readouterr()
         assert await asyncio.to_thread(_say_in_thread, "one", "--mute") == 0
         assert len(server.peers) == 2
+        assert f"using the server at {server.url} (PLOSIVE_URL)" in capsys.readouterr().err
+
+
+def test_the_demo_speaks_through_a_server_of_its_own() -> None:
+    made = subprocess.run(
+        ["make", "-n", "demo"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert "plosive say --local --out demo.wav" in made.stdout
 
 
 NOT_HEARD = 'sounddevice is not installed; in a clone of Plosive: pip install -e ".[audio]"'

@@ -13,6 +13,14 @@ from tests.clients.command_line import HOW_TO_GIVE_IT, MISSING_KEY, run
 from tests.clients.scripted_server import scripted_server, talker
 
 
+def test_voices_names_the_variable_that_the_address_is_from(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("PLOSIVE_URL", "localhost")
+    assert run(voices) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "plosive voices: using the server at localhost (PLOSIVE_URL)"
+    assert "'localhost' is no server address" in second
+
+
 async def test_voices_list(capsys) -> None:
     async with scripted_server(talker) as server:
         assert await asyncio.to_thread(run, voices, "--url", server.url) == 0

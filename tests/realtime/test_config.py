@@ -86,6 +86,18 @@ def test_a_value_on_the_command_line_is_named_by_its_option() -> None:
         parse("--max-slots", "0", PLOSIVE_MAX_SLOTS="1")
 
 
+def test_a_bad_variable_is_named_although_the_command_line_wins() -> None:
+    with pytest.raises(ConfigError, match=r"PLOSIVE_PORT: got 'abc', expected a whole number"):
+        parse("--port", "0", PLOSIVE_PORT="abc")
+
+
+def test_a_limit_that_another_option_sets_is_said_with_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"got 2000, expected 40 to 100, .* max_lead_cap_ms"):
+        parse(PLOSIVE_MAX_LEAD_CAP_MS="100")
+    with pytest.raises(ConfigError, match=r"got 500, expected 0 to below 9, .* high_water_ms"):
+        parse("--high-water-ms", "9")
+
+
 def test_unknown_option_and_bad_number(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--prot", "1"], ["--drain-s", "inf"]):
         with pytest.raises(SystemExit):

@@ -199,7 +199,7 @@ def test_bad_option_and_bad_host() -> None:
     assert result.returncode == 2 and result.stderr.startswith("usage: plosive serve [")
     assert result.stderr.endswith("plosive serve: error: unrecognized arguments: --prot 1\n")
     result = plosive_serve("--lifeline-fd", "99")
-    assert result.stderr == "plosive: --lifeline-fd: file descriptor 99 is not open\n"
+    assert "--lifeline-fd (PLOSIVE_LIFELINE_FD): file descriptor 99 is not" in result.stderr
     with pytest.raises(PlosiveError, match="cannot listen on nowhere.invalid"):
         bind("nowhere.invalid", 0)
     with pytest.raises(PlosiveError, match=r"1\.2\.3\.4, port 0: Cannot assign requested address$"):

@@ -188,14 +188,20 @@ def test_what_is_no_certificate_is_said_before_the_model_is_loaded(
         subprocess.run(["openssl", *command], check=True, capture_output=True)
     none, key, cert = tmp_path / "none.pem", certificate.key, certificate.file
     for files, told in (
-        ((none, None), f"--ssl-certfile: {none}: No such file or directory"),
-        ((cert, none), f"--ssl-keyfile: {none}: No such file or directory"),
-        ((key, None), f"--ssl-certfile: there is no certificate (PEM) in {key}"),
+        ((none, None), f"--ssl-certfile (PLOSIVE_SSL_CERTFILE): {none}: No such file or directory"),
+        ((cert, none), f"--ssl-keyfile (PLOSIVE_SSL_KEYFILE): {none}: No such file or directory"),
+        (
+            (key, None),
+            f"--ssl-certfile (PLOSIVE_SSL_CERTFILE): there is no certificate (PEM) in {key}",
+        ),
         ((cert, None), f"in {cert}; name the file that has it with --ssl-keyfile"),
-        ((cert, cert), f"--ssl-keyfile: there is no private key (PEM) in {cert}"),
+        (
+            (cert, cert),
+            f"--ssl-keyfile (PLOSIVE_SSL_KEYFILE): there is no private key (PEM) in {cert}",
+        ),
         (
             (cert, locked),
-            f"--ssl-keyfile: the private key in {locked} has a password; openssl pkey",
+            f"--ssl-keyfile (PLOSIVE_SSL_KEYFILE): the private key in {locked} has a password; openssl pkey",
         ),
         ((cert, other), f"the private key in {other} is not the one of {cert}"),
     ):

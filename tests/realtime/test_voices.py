@@ -68,7 +68,9 @@ def test_a_server_does_not_start_where_no_voice_can_be_stored(
 
     assert serve(ServerConfig(port=0, voices_dir=folder), load) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"plosive: --voices-dir: no voice can be stored in {folder}: ")
+    assert error.startswith(
+        f"plosive: --voices-dir (PLOSIVE_VOICES_DIR): no voice can be stored in {folder}: "
+    )
     assert error.count("\n") == 1
 
 
