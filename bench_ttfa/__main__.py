@@ -188,6 +188,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     load_before = os.getloadavg()[0]
+    report.make_writable(args.out)  # a sweep takes minutes
     display = Display()
     with ExitStack() as stack:
         server: LocalServer | None = None
@@ -255,6 +256,9 @@ def _config(args: argparse.Namespace, connection: Connection, voices: dict[float
     num_chars = args.chars
     ramp_s = args.ramp if args.seconds else 0.0
     closed = partial(Level, "closed", int(args.turns), seconds=args.seconds, ramp_s=ramp_s)
+    alone = partial(
+        closed, concurrency=1, ramp_s=0.0
+    )  # of which no session is in step with another
     paced = partial(Level, "paced", 0, seconds=args.paced_seconds, num_chars=num_chars)
     opened = partial(Level, "open", num_chars=num_chars)
     levels = [
@@ -266,13 +270,11 @@ def _config(args: argparse.Namespace, connection: Connection, voices: dict[float
         *(opened(_open_turns(args, rate), rate_per_s=rate) for rate in args.rate),
         *(paced(concurrency=n) for n in sorted(args.paced)),
         *(
-            closed(
-                concurrency=1, voice=voice, num_chars=num_chars, axis="reference, s", value=length_s
-            )
+            alone(voice=voice, num_chars=num_chars, axis="reference, s", value=length_s)
             for length_s, voice in sorted(voices.items())
         ),
         *(
-            closed(concurrency=1, num_chars=num, axis=_text_axis(args), value=float(num))
+            alone(num_chars=num, axis=_text_axis(args), value=float(num))
             for num in sorted(args.lengths)
         ),
     ]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import tempfile
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -175,6 +176,13 @@ def _stats(values: list[float]) -> dict[str, float] | None:
 
 
 # ---------------------------------------------------------------------------- for people
+
+
+def make_writable(directory: Path) -> None:
+    """Raises OSError where no file can be written, now or later."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 def write(summary: dict[str, Any], directory: Path = RUNS_DIR) -> Path:

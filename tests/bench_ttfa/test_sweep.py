@@ -142,17 +142,32 @@ def test_turns_of_the_ramp_count_as_load_but_are_not_measured() -> None:
     assert measured["throughput"] == 1.5, "150 packets of 20 ms in 2 s"
 
 
-def test_loops_that_begin_at_once_have_no_ramp(scripted_serve, tmp_path, monkeypatch) -> None:
+def test_loops_that_begin_at_once_or_are_alone_have_no_ramp(
+    scripted_serve, tmp_path, monkeypatch
+) -> None:
+    """A long text's only turn would begin in it, and not be measured."""
     levels = []
     monkeypatch.setattr(
         "bench_ttfa.run._run_levels", lambda config, *_: levels.extend(config.levels)
     )
-    options = ["-c", "2", "--at-once", "2", "--seconds", "1", "--ramp", "0.5"]
+    options = ["-c", "2", "--at-once", "2", "--lengths", "800", "--seconds", "1", "--ramp", "0.5"]
     main([*options, "--out", str(tmp_path)])
     assert [(level.name, level.concurrency, level.ramp_s) for level in levels] == [
         ("c=2", 2, 0.5),
         ("at once, streams 2", 2, 0.0),
+        ("text, characters 800", 1, 0.0),
     ]
+
+
+def test_a_directory_that_takes_no_file_is_told_before_anything_runs(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("bench_ttfa.__main__.LocalServer", None)  # it would be started
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["--out", str(file / "runs")]) == 1
+    assert capsys.readouterr().err == f"bench_ttfa: {file / 'runs'}: Not a directory\n"
+    assert main(["--out", str(file)]) == 1
 
 
 async def test_a_ramp_comes_before_what_is_measured(monkeypatch) -> None:
