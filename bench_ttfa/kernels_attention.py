@@ -243,7 +243,8 @@ class Sampler:
         return embed_rows(self.carried.rows, self.slots, *tables)
 
     def in_torch(self) -> object:
-        return sampling.codebook_definition(self.logits, 4, self.draws)
+        sampler = sampling.FrameSampler(self.draws, 2, self.logits.shape[1])
+        return sampler.codebook(self.logits.float(), 1)
 
 
 def small_timings() -> Iterable[Timing]:

@@ -17,8 +17,9 @@ from model.config import DualARConfig
 from model.frame_state import Frame, FrameState, Riders
 from model.kv_cache import FrameCache, KVCache, KvFormat, attend_sequence
 from model.layers import Block, Stack, pack, parameter
-from model.sampling import FrameSampler, Sampling
+from model.sampling import Sampling
 from ops import reference
+from ops.sampling import FrameSampler, advance_definition
 
 if TYPE_CHECKING:
     from model.dual_ar_cuda import FusedDualAR
@@ -308,9 +309,9 @@ class DualAR(nn.Module):
         assert riders is None, "use_kernels comes first"
         hidden = self._decode_hidden(state, slots, cache)
         logits = reference.linear(hidden, self.restricted_head, None).float()
-        sampler = self._sampler(state, slots)
-        window = state.window[slots]
-        choice = sampler.semantic(logits, window.squeeze(2), self.head_tokens)
+        num_tokens = max(logits.shape[1], self.config.codebook_size)
+        sampler = FrameSampler(state.draws(slots), self.config.num_codebooks, num_tokens)
+        choice = sampler.semantic(logits, state.window, self.head_tokens)
         is_end = choice == self.config.num_semantic
         if on_choice is not None:
             on_choice(is_end)
@@ -318,10 +319,8 @@ class DualAR(nn.Module):
         codes = torch.stack([code, *self.fast(hidden, code, sampler, state.fast)], dim=1).int()
         if on_tail is not None:
             on_tail()
-        token = self.head_tokens[choice]
-        if cache.history is not None:
-            cache.history[slots, state.position[slots]] = state.rows[slots]
-        self._advance(state, slots, token, codes, window)
+        carried = state.carried(cache.history)
+        advance_definition(carried, slots, choice, codes, self.head_tokens)
         return Frame(codes, is_end)
 
     def next_logits(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:
@@ -342,32 +341,6 @@ class DualAR(nn.Module):
         attend = cache.steps(slots, position)
         hidden: Tensor = self.slow(self._embed(rows.t()), self.slow.rope[position], attend)
         return hidden
-
-    def _advance(
-        self, state: FrameState, slots: Tensor, token: Tensor, codes: Tensor, window: Tensor
-    ) -> None:
-        frame_idx = state.frame_idx[slots]
-        # The published sampler clears the window after the first token, which is never in it.
-        remembered = torch.where(frame_idx > 0, token, 0)
-        reference.prev_tokens_shift_inplace(window, remembered[:, None])
-        state.window[slots] = window
-        state.rows[slots] = torch.cat([token[:, None], codes], dim=1)
-        state.position[slots] += slots != state.dummy_slot
-        state.frame_idx[slots] = frame_idx + 1
-
-    def _sampler(self, state: FrameState, slots: Tensor) -> FrameSampler:
-        return FrameSampler(
-            (
-                state.temperature[slots],
-                state.top_p[slots],
-                state.top_k[slots],
-                state.seed[slots],
-            ),
-            state.frame_idx[slots],
-            self.config.num_codebooks,
-            self.config.num_semantic,
-            self.config.codebook_size,
-        )
 
     def _embed(self, rows: Tensor) -> Tensor:
         begin, end, _ = self._ids()

@@ -24,7 +24,6 @@ from model.frame_state import Frame, FrameState, Riders
 from model.fused_stack import Attend, Attended, FusedBlock, FusedStack, take_packed
 from model.kv_cache import KVCache
 from model.layers import Block
-from model.sampling import MAX_TOP_K
 from model.wide_rows import WideBlock, has_room
 from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
 from ops.attention_shared import shared_attention
@@ -32,7 +31,7 @@ from ops.embedding import embed_rows
 from ops.fp8_rows import KvRows
 from ops.linear import linear
 from ops.quantize import MAX_PENDING_ROWS, Activation, BlockScaled, Kind
-from ops.sampling import Carried, Draws, Head, advance, draw_codebook, draw_semantic
+from ops.sampling import Draws, Head, advance, draw_codebook, draw_semantic
 
 if TYPE_CHECKING:
     from model.dual_ar import DualAR
@@ -64,7 +63,6 @@ class FusedDualAR:
         self.kind = kind
         config = model.config
         self._num_codebooks = config.num_codebooks
-        self._num_ranks = min(MAX_TOP_K, config.num_semantic, config.codebook_size)
         self._semantic_ids = model.semantic_ids
         self._embeddings = model.embeddings
         self._codebook_embeddings = model.codebook_embeddings
@@ -129,12 +127,7 @@ class FusedDualAR:
     ) -> Frame:
         """See `DualAR.decode_frame`."""
         hidden = self._decode_hidden(state, slots, cache, riders, shares_pages=shares_pages)
-        draws = Draws(
-            slots,
-            *(state.temperature, state.top_p, state.top_k, state.seed, state.frame_idx),
-            num_ranks=self._num_ranks,
-            is_chained=True,  # all of it is older than `embed_rows`
-        )
+        draws = state.draws(slots, is_chained=True)  # all of it is older than `embed_rows`
         codes = torch.empty(len(slots), self._num_codebooks, dtype=torch.int32, device=slots.device)
         logits = linear(hidden, self._semantic_head)
         if self._project_in is not None:
@@ -145,8 +138,7 @@ class FusedDualAR:
         if on_choice is not None:
             on_choice(draw.is_end)
         self._decode_codes(draw.x, state, draws, codes, on_tail)
-        carried = Carried(state.rows, state.position, state.window, state.frame_idx, cache.history)
-        advance(carried, slots, draw.choice, codes, self._head.tokens)
+        advance(state.carried(cache.history), slots, draw.choice, codes, self._head.tokens)
         return Frame(codes, draw.is_end)
 
     def next_logits(self, state: FrameState, slots: Tensor, cache: KVCache) -> Tensor:

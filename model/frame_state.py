@@ -13,8 +13,10 @@ from torch import Tensor
 
 from model.config import DualARConfig
 from model.kv_cache import FrameCache
-from model.sampling import RAS_WINDOW, Sampling
+from model.sampling import Sampling
+from ops.sampling import MAX_TOP_K, Carried, Draws
 
+RAS_WINDOW = 10  # last tokens of a stream (W), see `ops.sampling`
 _ALIGN_WORDS = 64  # fields begin at multiples of 256 bytes, as kernels like them
 
 
@@ -77,6 +79,7 @@ class FrameState:
         self.top_p = self._field("top_p", torch.float32)
         self.top_k = self._field("top_k")
         self.top_k.fill_(1)
+        self._num_ranks = min(MAX_TOP_K, config.num_semantic, config.codebook_size)
         self.fast = FrameCache(config.fast, num_slots, config.num_codebooks, device, dtype)
 
     @property
@@ -112,6 +115,19 @@ class FrameState:
     def write(self, places: Tensor, words: Tensor) -> None:
         """Start the streams of several `start_words`, concatenated, on the state's device."""
         self.words.index_copy_(0, places, words)
+
+    def draws(self, slots: Tensor, *, is_chained: bool = False) -> Draws:
+        """What the samplers read of the given slots' streams, see `Draws`."""
+        return Draws(
+            slots,
+            *(self.temperature, self.top_p, self.top_k, self.seed, self.frame_idx),
+            num_ranks=self._num_ranks,
+            is_chained=is_chained,
+        )
+
+    def carried(self, history: Tensor | None) -> Carried:
+        """What `ops.sampling.advance` moves on. `history`: the KV cache's."""
+        return Carried(self.rows, self.position, self.window, self.frame_idx, history)
 
     def _field(self, name: str, dtype: torch.dtype = torch.int32) -> Tensor:
         begin, width = self._begins[name]

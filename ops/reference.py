@@ -146,25 +146,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.permute(2, 0, 1, 3).reshape(num_queries, num_heads, head_dim)
 
 
-def slot_attention(q: Tensor, kv: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-    """Decode attention over slots at different lengths, with shapes that depend on no value.
-
-    Reads the whole cache of each slot and masks what lies behind its position: the definition for
-    kernels and for graph capture. The CPU reads each slot up to its own length instead.
-
-    Args:
-        q: [B, H, D].
-        kv: [N, 2, H_kv, max_len, D], the cache of one layer (keys, then values).
-        slots, positions: i64 [B]; slot b is read at positions 0..positions[b].
-
-    Returns:
-        [B, H, D].
-    """
-    k, v = kv.index_select(0, slots).unbind(1)
-    mask = torch.arange(kv.shape[3], device=kv.device) <= positions[:, None]
-    return grouped_attention(q, k, v, mask)
-
-
 def embed_rows(
     rows: Tensor,
     embeddings: Tensor,
@@ -212,9 +193,7 @@ def _mix(x: Tensor) -> Tensor:
     return (x ^ (x >> 32)) * _MIX
 
 
-def gumbel_noise(
-    seed: Tensor, frame_idx: Tensor, num_draws: int, num_tokens: int, first_draw: int = 0
-) -> Tensor:
+def gumbel_noise(seed: Tensor, frame_idx: Tensor, num_draws: int, num_tokens: int) -> Tensor:
     """Gumbel noise that is a function of (seed, frame, draw, token) alone.
 
     Counter-based: what a stream draws depends on no other stream, on no batch and on no order of
@@ -223,12 +202,11 @@ def gumbel_noise(
     Args:
         seed: i64 [B].
         frame_idx: i32 or i64 [B].
-        num_draws: of consecutive draws, from `first_draw` on.
 
     Returns:
         f32 [B, num_draws, num_tokens].
     """
-    draws = torch.arange(first_draw, first_draw + num_draws, device=seed.device)
+    draws = torch.arange(num_draws, device=seed.device)
     tokens = torch.arange(num_tokens, device=seed.device)
     stream = _mix(_mix(seed + _SEED_OFFSET) + frame_idx)
     keys = _mix(_mix(stream[:, None] + draws))

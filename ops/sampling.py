@@ -1,10 +1,16 @@
 """Which code comes next, and what a stream carries into its next frame: one launch each on CUDA.
 
-The draws are those of `model/sampling.py`: filters on un-tempered probabilities, noise that is a
-function of (seed, frame, draw, token) alone. On CUDA `ops/csrc/sampling.cu`, elsewhere the plain
-definitions here. The hash is exact in both; sums of probabilities may differ in their last bits,
-so a draw can differ only where a cumulative probability equals top_p, or two scores each other, to
-within rounding.
+It is the published sampling of DualAR models, seeded per stream. Order of the filters:
+probabilities of the un-tempered logits are summed from the best on, and a rank goes when the sum
+including it exceeds `top_p`, or when it is `top_k` or later; the best always stays. Only then come
+temperature, softmax and the draw, a function of (seed, frame, draw, token) alone, see
+`reference.gumbel_noise`. Repetition-aware sampling (RAS) applies to semantic tokens: a second
+sample, the twin, is drawn at RAS_TEMPERATURE and RAS_TOP_P, and taken when the first one is among
+the stream's last tokens.
+
+On CUDA `ops/csrc/sampling.cu`, elsewhere the plain definitions here. The hash is exact in both; sums
+of probabilities may differ in their last bits, so a draw can differ only where a cumulative
+probability equals top_p, or two scores each other, to within rounding.
 
 Each launch draws, stores the codes and looks up the input of the fast AR's next pass.
 """
@@ -88,7 +94,8 @@ def draw_semantic(
         semantic = _Semantic(window, head.tokens, head.codes, choice, is_end, hidden)
         _launch(logits, draws, 0, codes, embeddings, x, semantic)
         return SemanticDraw(choice, is_end, x)
-    choice = semantic_definition(logits, window, draws, head.tokens)
+    sampler = FrameSampler(draws, codes.shape[1], logits.shape[1])
+    choice = sampler.semantic(logits.float(), window, head.tokens)
     code = head.codes[choice]
     codes[:, 0] = code
     x = torch.stack([hidden, embeddings[code]], dim=1).flatten(0, 1)
@@ -121,7 +128,8 @@ def draw_codebook(
         rows = None if normed is None else empty_block_scaled(num_rows, dim, x.device)
         _launch(logits, draws, codebook, codes, embeddings, x, normed=_normed(normed, rows))
         return x, rows
-    code = codebook_definition(logits, codebook, draws)
+    sampler = FrameSampler(draws, codes.shape[1], logits.shape[1])
+    code = sampler.codebook(logits.float(), codebook)
     codes[:, codebook] = code
     return embeddings[code], None if normed is None else normed.take(code)
 
@@ -151,7 +159,7 @@ def advance(
         head_tokens: i32 [n + 1].
     """
     if slots.device.type != "cuda":
-        return _advance(carried, slots, choice, codes, head_tokens)
+        return advance_definition(carried, slots, choice, codes, head_tokens)
     window, num_codebooks = carried.window, codes.shape[1]
     assert window.shape[1] <= _MAX_WINDOW and window.shape[2] == 1, window.shape
     assert codes.dtype == torch.int32 and codes.is_contiguous(), (codes.dtype, codes.stride())
@@ -235,37 +243,58 @@ def _launch(
     )
 
 
-def semantic_definition(
-    logits: Tensor, window: Tensor, draws: Draws, head_tokens: Tensor
-) -> Tensor:
-    """What `draw_semantic` is held against. Two draws are made of every row, and the second, at
-    RAS_TOP_P and RAS_TEMPERATURE, counts where the first is a semantic id of its slot's window."""
-    ras = torch.full_like(draws.top_p, RAS_TOP_P), torch.full_like(draws.top_p, RAS_TEMPERATURE)
-    normal = _draw(logits, 0, draws, draws.top_p, draws.temperature.clamp(min=MIN_TEMPERATURE))
-    twin = _draw(logits, 1, draws, *ras)
-    recent = window[draws.slots].squeeze(2) == head_tokens[normal][:, None]
-    return torch.where(recent.any(1) & (normal < head_tokens.shape[0] - 1), twin, normal)
+class FrameSampler:
+    """All draws of one frame by their plain definition: what the kernels are held against, and how
+    the eager model samples.
+
+    Greedy streams (temperature 0) are streams with one rank left, so that they need no branch:
+    repetition-aware sampling then draws the same token twice.
+    """
+
+    def __init__(self, draws: Draws, num_codebooks: int, num_tokens: int) -> None:
+        """Prepare noise and filters.
+
+        Args:
+            num_codebooks: K.
+            num_tokens: of the widest logits.
+        """
+        self._slots = slots = draws.slots
+        # Draw 0: semantic; draw 1: its twin; draw i + 1: codebook i.
+        seed, frame_idx = draws.seed[slots], draws.frame_idx[slots]
+        self._noise = reference.gumbel_noise(seed, frame_idx, num_codebooks + 1, num_tokens)
+        temperature, top_p = draws.temperature[slots], draws.top_p[slots]
+        top_k = torch.where(temperature > 0, draws.top_k[slots], 1)
+        num_ranks = min(draws.num_ranks, num_tokens)
+        self._thresholds = torch.stack(
+            [
+                reference.removal_thresholds(top_p, top_k, num_ranks),
+                reference.removal_thresholds(torch.full_like(top_p, RAS_TOP_P), top_k, num_ranks),
+            ],
+            dim=1,
+        )  # f32 [B, 2, num_ranks]
+        inverse = temperature.clamp(min=MIN_TEMPERATURE).reciprocal()
+        twins = torch.full_like(inverse, 1.0 / RAS_TEMPERATURE)
+        self._inv_temperature = torch.stack([inverse, twins], dim=1)[:, :, None]
+
+    def semantic(self, logits: Tensor, window: Tensor, head_tokens: Tensor) -> Tensor:
+        """See `draw_semantic`: i64 [B]."""
+        noise = self._noise[:, :2]
+        drawn = reference.sample_top(logits, noise, self._thresholds, self._inv_temperature)
+        normal, twin = drawn.unbind(1)
+        recent = window[self._slots].squeeze(2) == head_tokens[normal][:, None]
+        return torch.where(recent.any(1) & (normal < len(head_tokens) - 1), twin, normal)
+
+    def codebook(self, logits: Tensor, codebook: int) -> Tensor:
+        """See `draw_codebook`: i64 [B]."""
+        noise = self._noise[:, codebook + 1, None]
+        thresholds, inv_temperature = self._thresholds[:, :1], self._inv_temperature[:, :1]
+        return reference.sample_top(logits, noise, thresholds, inv_temperature).squeeze(1)
 
 
-def codebook_definition(logits: Tensor, codebook: int, draws: Draws) -> Tensor:
-    """What `draw_codebook` is held against."""
-    temperature = draws.temperature.clamp(min=MIN_TEMPERATURE)
-    return _draw(logits, codebook + 1, draws, draws.top_p, temperature)
-
-
-def _draw(logits: Tensor, draw: int, draws: Draws, top_p: Tensor, temperature: Tensor) -> Tensor:
-    slots, num_tokens = draws.slots, logits.shape[1]
-    top_k = torch.where(draws.temperature > 0, draws.top_k, 1)[slots]
-    num_ranks = min(MAX_TOP_K, draws.num_ranks, num_tokens)
-    thresholds = reference.removal_thresholds(top_p[slots], top_k, num_ranks)[:, None]
-    noise = reference.gumbel_noise(draws.seed[slots], draws.frame_idx[slots], 1, num_tokens, draw)
-    inv_temperature = temperature[slots].reciprocal()[:, None, None]
-    return reference.sample_top(logits.float(), noise, thresholds, inv_temperature).squeeze(1)
-
-
-def _advance(
+def advance_definition(
     carried: Carried, slots: Tensor, choice: Tensor, codes: Tensor, head_tokens: Tensor
 ) -> None:
+    """What `advance` is held against."""
     token, frame_idx = head_tokens[choice], carried.frame_idx[slots]
     window = carried.window[slots]
     remembered = torch.where(frame_idx > 0, token, 0)

@@ -9,7 +9,8 @@ from torch import Tensor
 from model.dual_ar import DualAR, FrameState
 from model.kv_cache import KVCache
 from model.loader import load_dual_ar
-from model.sampling import FrameSampler, SamplingParams
+from model.sampling import SamplingParams
+from ops.sampling import FrameSampler
 from tests.model.goldens import END_ID, GOLDEN, NAMES, TOLERANCE, Golden, golden, max_error
 from tests.model.small_model import (
     decode,

@@ -18,7 +18,7 @@ def head_tokens(num_tokens: int, device: str = "cpu") -> Tensor:
     return tokens
 
 
-def draws(num_rows: int, seed: int, device: str = "cpu", num_ranks: int = 128) -> Draws:
+def draws(num_rows: int, seed: int, device: str = "cpu") -> Draws:
     """Random rows of more slots, with every parameter over its whole range."""
     generator = torch.Generator().manual_seed(seed)
     num_slots = num_rows + 3
@@ -37,7 +37,7 @@ def draws(num_rows: int, seed: int, device: str = "cpu", num_ranks: int = 128) -
         torch.randint(-(1 << 62), 1 << 62, (num_slots,), generator=generator),
         torch.randint(0, 5000, (num_slots,), generator=generator, dtype=torch.int32),
     )
-    return Draws(*(value.to(device) for value in values), num_ranks)
+    return Draws(*(value.to(device) for value in values))
 
 
 def windows(logits: Tensor, batch: Draws, tokens: Tensor, seed: int) -> Tensor:
@@ -84,8 +84,8 @@ def margin(logits: Tensor, batch: Draws, row: int, draw: int, *, is_twin: bool =
     top_p = RAS_TOP_P if is_twin else float(batch.top_p[slot])
     temperature = RAS_TEMPERATURE if is_twin else float(batch.temperature[slot])
     noise = reference.gumbel_noise(
-        batch.seed[slot, None].cpu(), batch.frame_idx[slot, None].cpu(), 1, logits.shape[1], draw
-    )[0, 0].double()
+        batch.seed[slot, None].cpu(), batch.frame_idx[slot, None].cpu(), draw + 1, logits.shape[1]
+    )[0, draw].double()
     scores = top[:num_ranks] / max(temperature, MIN_TEMPERATURE) + noise[idx[:num_ranks]]
     stays = cumulative <= top_p
     stays[0] = True

@@ -78,15 +78,15 @@ def naive_attention(q, k, v, num_visible):
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(5, 1), (4, 2), (3, 3)])
 def test_attention(num_heads, num_kv_heads):
-    kv = random(4, 2, num_kv_heads, 12, 16)
+    k, v = random(2, 3, num_kv_heads, 12, 16)
     q = random(3, num_heads, 16, seed=1)
-    slots, positions = torch.tensor([2, 0, 3]), torch.tensor([11, 0, 6])
-    masked = reference.slot_attention(q, kv, slots, positions)
-    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        expected = naive_attention(q[row], kv[slot, 0], kv[slot, 1], int(position) + 1)
+    lengths = torch.tensor([12, 1, 7])
+    masked = reference.grouped_attention(q, k, v, torch.arange(12) < lengths[:, None])
+    for row, length in enumerate(lengths.tolist()):
+        expected = naive_attention(q[row], k[row], v[row], length)
         torch.testing.assert_close(masked[row], expected)
-        k, v = kv[slot, :, :, : position + 1].unsqueeze(1).unbind(0)
-        torch.testing.assert_close(reference.grouped_attention(q[row : row + 1], k, v)[0], expected)
+        cut = [part[row : row + 1, :, :length] for part in (k, v)]
+        torch.testing.assert_close(reference.grouped_attention(q[row : row + 1], *cut)[0], expected)
 
 
 @pytest.mark.parametrize("num_keys", [5, 8])

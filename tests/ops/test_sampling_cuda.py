@@ -21,9 +21,9 @@ def moved(batch: Draws, device: str) -> Draws:
     return Draws(*(part.to(device) for part in batch[:6]), batch.num_ranks)
 
 
-def logits_of(num_rows, num_tokens, seed, scale=3.0):
+def logits_of(num_rows, num_tokens, seed):
     generator = torch.Generator("cuda").manual_seed(seed)
-    logits = torch.randn(num_rows, num_tokens, generator=generator, device="cuda") * scale
+    logits = torch.randn(num_rows, num_tokens, generator=generator, device="cuda") * 3
     return logits * torch.rand(num_rows, 1, generator=generator, device="cuda")
 
 
@@ -85,8 +85,8 @@ def ranked_oracle(logits, batch, draw):
     top_k = torch.where(batch.temperature > 0, batch.top_k, 1)[slots]
     thresholds = reference.removal_thresholds(batch.top_p[slots], top_k, num_ranks)
     noise = reference.gumbel_noise(
-        batch.seed[slots], batch.frame_idx[slots], 1, logits.shape[1], draw
-    )[:, 0]
+        batch.seed[slots], batch.frame_idx[slots], draw + 1, logits.shape[1]
+    )[:, draw]
     top, idx = (part[:, :num_ranks] for part in logits.float().sort(descending=True, stable=True))
     cumulative = logits.float().softmax(-1).gather(1, idx).cumsum(-1)
     inverse = batch.temperature.clamp(min=sampling.MIN_TEMPERATURE).reciprocal()[slots]
