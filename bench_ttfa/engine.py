@@ -10,22 +10,23 @@ begins `--delay-ms` after the last one's end, which is what sockets and clients 
 
 import argparse
 import heapq
-import itertools
-import statistics
+import json
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from bench_ttfa.command import exit_status, length_s, positive_float, positive_int
+from bench_ttfa.engine_figures import DEFINITIONS, Span, Turns, figures, told
 from bench_ttfa.gpu_timing import need_cuda
-from bench_ttfa.measure import percentile
+from bench_ttfa.system import describe_machine, describe_software
 from bench_ttfa.workload import TextSource
 from model.kv_cache import KvFormat
 from model.speech_model import SpeechModel, load_speech_model
@@ -46,25 +47,10 @@ from realtime.pingpong.messages import (
     VoicePrompt,
 )
 
-KINDS = ("decode", "prefill", "codec")
-SIZES = (0, 1, 8, 16, 32, 64, 128, 256, 512)
+_SPREAD_S = 0.5  # over which streams begin
 SKIPPED_S = 0.3  # of a run, once everybody has begun
 NUM_CHARS = 42
 _KV_FRACTION = 0.15  # leaves room for a second engine
-
-
-class Span(NamedTuple):
-    """A call on the device, ms since the run began."""
-
-    kind: str
-    size: int  # rows, or frames of the codec
-    begin: float
-    end: float
-    has_riders: bool = False
-
-    @property
-    def ms(self) -> float:
-        return self.end - self.begin
 
 
 class Probe:
@@ -115,22 +101,6 @@ class Probe:
             return result
 
         setattr(owner, name, timed)
-
-
-@dataclass
-class Turns:
-    """What the listeners saw."""
-
-    ttfa_ms: list[float] = field(default_factory=list)
-    stages_ms: dict[str, list[float]] = field(default_factory=dict)
-    num_frames: int = 0
-
-    def add(self, committed_ns: int, stamps_ns: dict[str, int]) -> None:
-        before = committed_ns
-        for stage in ("prefill_done", "first_step", "first_pcm"):
-            self.stages_ms.setdefault(stage, []).append((stamps_ns[stage] - before) / 1e6)
-            before = stamps_ns[stage]
-        self.ttfa_ms.append((stamps_ns["first_pcm"] - committed_ns) / 1e6)
 
 
 class Listeners:
@@ -214,77 +184,6 @@ class Listeners:
         submit(EndTurn(slot, turn_id, 1))
 
 
-def report(name: str, turns: Turns, spans: Sequence[Span], window_s: float, host: str) -> str:
-    """p50/p95 of what the listeners saw, and on a device who ran when."""
-    stages = " ".join(f"{stage} {_percentiles(ms)}" for stage, ms in turns.stages_ms.items())
-    lines = [
-        f"{name}: {turns.num_frames / window_s:,.0f} frames/s, "
-        f"{len(turns.ttfa_ms) / window_s:.0f} turns/s, "
-        f"TTFA ms {_percentiles(turns.ttfa_ms)} = {stages}; {host}"
-    ]
-    lines += [_kind_line(kind, spans) for kind in KINDS if any(s.kind == kind for s in spans)]
-    if spans:
-        lines += [_step_line(spans)]
-    return "\n".join(lines)
-
-
-def _kind_line(kind: str, spans: Sequence[Span]) -> str:
-    mine = [span for span in spans if span.kind == kind]
-    window_ms = _window_ms(spans)
-    sizes = " ".join(
-        f"<={high}: {len(ms)} x {statistics.mean(ms):.2f} ms"
-        for low, high in itertools.pairwise(SIZES)
-        if (ms := [span.ms for span in mine if low < span.size <= high])
-    )
-    return (
-        f"  {kind:8} {1e3 * len(mine) / window_ms:.0f}/s, busy {union_ms(mine) / window_ms:.0%}, "
-        f"size {_percentiles([span.size for span in mine])}, by size {sizes}"
-    )
-
-
-def _step_line(spans: Sequence[Span]) -> str:
-    steps = sorted((span for span in spans if span.kind == "decode"), key=lambda span: span.begin)
-    gaps_ms = sum(max(0.0, b.begin - a.end) for a, b in itertools.pairwise(steps))
-    beside: dict[str, list[float]] = {}
-    for step in steps:
-        names = ["riders"] if step.has_riders else []
-        names += [
-            kind
-            for kind in KINDS[1:]
-            if any(span.kind == kind and overlap_ms(step, span) > 0.1 for span in spans)
-        ]
-        beside.setdefault(" + ".join(names) or "alone", []).append(step.ms)
-    by_load = ", ".join(
-        f"{name} {statistics.mean(ms):.2f} ms ({len(ms)})" for name, ms in beside.items()
-    )
-    busy, gaps = union_ms(spans) / _window_ms(spans), gaps_ms / _window_ms(spans)
-    return f"  a step: {by_load}; device busy {busy:.0%}, between steps {gaps:.1%}"
-
-
-def _window_ms(spans: Sequence[Span]) -> float:
-    return max(span.end for span in spans) - min(span.begin for span in spans)
-
-
-def _percentiles(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    ordered = sorted(values)
-    return f"{percentile(ordered, 50):.1f}/{percentile(ordered, 95):.1f}"
-
-
-def overlap_ms(a: Span, b: Span) -> float:
-    return max(0.0, min(a.end, b.end) - max(a.begin, b.begin))
-
-
-def union_ms(spans: Sequence[Span]) -> float:
-    """Time in which at least one of them runs."""
-    total, until = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.begin):
-        total += max(0.0, span.end - max(span.begin, until))
-        until = max(until, span.end)
-    return total
-
-
 class Bench:
     """An engine under load, for as many runs as wanted."""
 
@@ -309,8 +208,8 @@ class Bench:
         self.engine.start(self.listeners.sink)
         self.listeners.open(self._num_slots)
 
-    def run(self, name: str, seconds: float, num_streams: int, spread_s: float = 0.5) -> None:
-        """Streams begin spread over a time, which is not measured."""
+    def run(self, seconds: float, num_streams: int, spread_s: float = _SPREAD_S) -> dict[str, Any]:
+        """Streams begin spread over a time, which is not measured. Returns its `figures`."""
         self.listeners.start(num_streams, spread_s)
         time.sleep(spread_s + SKIPPED_S)
         self.listeners.turns = turns = Turns()
@@ -321,47 +220,87 @@ class Bench:
         self.listeners.turns = Turns()
         spans, stats = self.probe.spans(), self.engine.stats()
         self.listeners.stop()
-        host = f"host us a step {stats['decode_host_us']:.0f}, a codec call {stats['vocode_host_us']:.0f}"
-        print(report(name, turns, spans, window_s, host), flush=True)
+        host_us = {"a step": stats["decode_host_us"], "a codec call": stats["vocode_host_us"]}
+        return figures(turns, spans, window_s, host_us)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    need_cuda(parser, args.device)
+    return exit_status("bench_ttfa.engine", partial(_run, args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    record: dict[str, Any] = {
+        "what": "the engine alone: no server, no socket, no Opus",
+        "machine": describe_machine(),
+        "software": describe_software(),
+        "load": {
+            "model": args.model,
+            "format": args.format,
+            "kv_format": args.kv_format,
+            "device": args.device,
+            "num_chars": NUM_CHARS,
+            "delay_ms": args.delay_ms,
+        },
+        "definitions": DEFINITIONS,
+        "runs": {},
+    }
+    _write(record, args.json)  # before minutes have passed
+    model = load_speech_model(Path(args.model), device=args.device, run_as=args.format)
+    bench = Bench(model, max(args.streams), args.delay_ms / 1e3, kv_format=args.kv_format)
+    bench.start()
+    for num_streams in args.streams:
+        for name, spread_s in (("streams", _SPREAD_S), ("that begin at once", 0.0)):
+            name = f"{num_streams} {name}"
+            record["runs"][name] = run = bench.run(args.seconds, num_streams, spread_s)
+            print(told(name, run), flush=True)
+            _write(record, args.json)
+    bench.engine.stop()
+    return 0
+
+
+def _write(record: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench_ttfa.engine",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
+    option = parser.add_argument
+    option(
         "--model",
         default="random:s2-pro?reference_s=30",
         help="a checkpoint's path or random:... (default: random:s2-pro?reference_s=30)",
     )
-    parser.add_argument("--format", choices=("eager", "bf16", "bsfp8"), help="default: as serve")
-    parser.add_argument(
-        "--kv-format", choices=("bf16", "fp8"), default="bf16", help="default: bf16"
-    )
-    parser.add_argument(
+    option("--format", choices=("eager", "bf16", "bsfp8"), help="default: as serve")
+    option("--kv-format", choices=("bf16", "fp8"), default="bf16", help="default: bf16")
+    option(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
         help="default: cuda where there is one, else cpu",
     )
-    parser.add_argument(
-        "--streams", type=int, nargs="+", default=[1, 8, 64], help="a run each (default: 1 8 64)"
+    option(
+        "--streams",
+        type=positive_int,
+        nargs="+",
+        default=[1, 8, 64],
+        help="a run each, spread and at once (default: 1 8 64)",
     )
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each run (default: 2)")
-    parser.add_argument(
-        "--delay-ms", type=float, default=10.0, help="between two turns of a stream (default: 10)"
+    option("--seconds", type=positive_float, default=2.0, help="of each run (default: 2)")
+    option(
+        "--delay-ms",
+        type=length_s,
+        default=10.0,
+        help="between two turns of a stream (default: 10)",
     )
-    args = parser.parse_args(argv)
-    need_cuda(parser, args.device)
-    model = load_speech_model(Path(args.model), device=args.device, run_as=args.format)
-    bench = Bench(model, max(args.streams), args.delay_ms / 1e3, kv_format=args.kv_format)
-    bench.start()
-    for num_streams in args.streams:
-        bench.run(f"{num_streams} streams", args.seconds, num_streams)
-        bench.run(f"{num_streams} that begin at once", args.seconds, num_streams, spread_s=0.0)
-    bench.engine.stop()
-    return 0
+    option("--json", type=Path, help="write the record here")
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """The engine alone: what its report says of calls that overlap, and a run without a device's times."""
 
-import re
+import json
 from pathlib import Path
 
 import pytest
 
-from bench_ttfa.engine import Bench, Span, Turns, overlap_ms, report, union_ms
-from model.speech_model import load_speech_model
+from bench_ttfa.engine import main
+from bench_ttfa.engine_figures import Span, Turns, figures, overlap_ms, told, union_ms
+from bench_ttfa.provenance import source_digest
 
 
 def test_the_time_of_calls_that_overlap_counts_once() -> None:
@@ -28,7 +29,7 @@ def test_a_report_says_what_a_step_takes_alone_and_beside_others() -> None:
         Span("decode", 4, 7.0, 16.0, has_riders=True),
         Span("codec", 32, 8.0, 10.0),
     ]
-    text = report("4 streams", turns, spans, 0.016, "host")
+    text = told("4 streams", figures(turns, spans, 0.016, {"a step": 7.2}))
     assert "4 streams: 500 frames/s, 62 turns/s, TTFA ms 8.0/8.0" in text
     assert "first_step 1.0/1.0 first_pcm 6.0/6.0" in text
     assert "a step: alone 6.00 ms (1), riders + codec 9.00 ms (1)" in text
@@ -36,12 +37,40 @@ def test_a_report_says_what_a_step_takes_alone_and_beside_others() -> None:
     assert "between steps 6.2%" in text
 
 
-def test_streams_say_turn_after_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    model = load_speech_model(Path("random:tiny?frames=3"))
-    bench = Bench(model, num_slots=2, delay_s=0.0)
-    bench.start()
-    bench.run("two", seconds=0.3, num_streams=2, spread_s=0.0)
-    bench.engine.stop()
+def test_streams_say_turn_after_turn_and_the_record_says_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "record.json"
+    options = ["--model", "random:tiny?frames=3", "--device", "cpu", "--streams", "2"]
+    assert main([*options, "--seconds", "0.3", "--delay-ms", "0", "--json", str(path)]) == 0
+    record = json.loads(path.read_text("utf-8"))
+    assert list(record["runs"]) == ["2 streams", "2 that begin at once"]
     text = capsys.readouterr().out
-    assert "TTFA ms -" not in text
-    assert re.search(r"two: [\d,]*[1-9][\d,]* frames/s", text), text
+    for name, run in record["runs"].items():
+        assert run["frames_per_s"] > 0 and run["ttfa_ms"]["n"] > 0
+        assert told(name, run) in text
+    assert record["software"]["sources"] == source_digest() and record["machine"]["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--streams", "0"], "got '0', expected a whole number of at least 1"),
+        (["--seconds", "0"], "got '0', expected a number of more than 0"),
+        (["--delay-ms", "-1"], "expected a number of more than 0"),
+    ],
+)
+def test_what_cannot_be_run_is_told_at_once(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        main(["--device", "cpu", *options])
+    assert status.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_model_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench_ttfa.engine.load_speech_model", None)
+    assert main(["--device", "cpu", "--json", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"bench_ttfa.engine: {tmp_path}: Is a directory\n"
