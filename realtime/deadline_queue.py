@@ -17,7 +17,7 @@ _MAX_RUN = 8
 
 
 class DeadlineQueue:
-    """Many writers, one reader. Bounded over all slots.
+    """Many writers, one reader. Bounded over all slots. Once closed it takes nothing and gives nothing.
 
     Args:
         deadline: of the event at the head of its slot's line, in any unit; the lowest goes first. Asked
@@ -32,27 +32,35 @@ class DeadlineQueue:
         self._num_items = 0
         self._num_heads = 0  # so far: equal deadlines go by arrival
         self._being_read: int | None = None  # slot.idx of the event the reader has
+        self._is_closed = False
         self._changed = threading.Condition()
+
+    def close(self) -> None:
+        """Nobody waits any more, now or later."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
     def qsize(self) -> int:
         return self._num_items
 
-    def put(self, event: Event, timeout_s: float) -> bool:
-        """Add; waits up to `timeout_s` for room. False if there was none."""
+    def put(self, event: Event) -> None:
+        """Add; waits for room."""
         with self._changed:
-            has_room = self._changed.wait_for(lambda: self._num_items < self.maxsize, timeout_s)
-            if has_room:
+            self._changed.wait_for(lambda: self._num_items < self.maxsize or self._is_closed)
+            if not self._is_closed:
                 self._num_items += 1
                 self._append(event)
                 self._changed.notify_all()
-            return has_room
 
-    def get(self, timeout_s: float) -> list[Event]:
-        """The most urgent event, waiting up to `timeout_s` for one; with it, the frames that follow it
-        directly, as one piece of audio. What was got before counts as processed."""
+    def get(self, *, waits: bool = True) -> list[Event]:
+        """The most urgent event, and with it the frames that follow it directly, as one piece of audio.
+        Empty if there is none. What was got before counts as processed."""
         with self._changed:
             self._finish()
-            if not self._changed.wait_for(lambda: bool(self._heads), timeout_s):
+            if waits:
+                self._changed.wait_for(lambda: bool(self._heads) or self._is_closed)
+            if not self._heads or self._is_closed:
                 return []
             _, _, idx = heapq.heappop(self._heads)
             self._being_read = idx

@@ -30,7 +30,6 @@ _MAX_THREADS = 12
 _MAX_INBOX = 512  # events of the engine, per thread; 64 slots x 8 frames
 _MAX_OUTBOX = 4_096  # events the event loop has not taken
 _MAX_BURST_S = 0.002  # encoded before the loop is woken: later streams' packets must not hold up
-_POLL_S = 0.1  # how often a waiting thread looks whether it should stop
 
 
 class Egress(Protocol):
@@ -115,7 +114,7 @@ class EgressThreads:
             thread.start()
 
     def stop(self) -> None:
-        self._is_stopping = True
+        self._close()
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
@@ -143,18 +142,14 @@ class EgressThreads:
     # ------------------------------------------------------------------ engine threads
 
     def put(self, event: Event) -> None:
-        inbox = self._inboxes[event.slot.idx % len(self._inboxes)]
-        while not self._is_stopping and not inbox.put(event, _POLL_S):
-            pass
+        self._inboxes[event.slot.idx % len(self._inboxes)].put(event)
 
     # ------------------------------------------------------------------ egress threads
 
     def _run(self, inbox: DeadlineQueue) -> None:
         name_thread("plosive-egress")
-        while not self._is_stopping:
-            events = inbox.get(_POLL_S)
-            if events:
-                self._post(self._burst(events, inbox))
+        while events := inbox.get():
+            self._post(self._burst(events, inbox))
 
     def _burst(self, events: list[Event], inbox: DeadlineQueue) -> list[LoopEvent]:
         """Process what is queued, for `_MAX_BURST_S` at most. A turn's first packet goes out at once."""
@@ -168,13 +163,14 @@ class EgressThreads:
                     if begins_turn(event):
                         self._post(burst)
                         burst = []
-            events = inbox.get(0.0) if time.perf_counter() < end_s else []
+            events = inbox.get(waits=False) if time.perf_counter() < end_s else []
         return burst
 
     def _post(self, burst: list[LoopEvent]) -> None:
         with self._outbox_changed:
-            while len(self._outbox) >= _MAX_OUTBOX and not self._is_stopping:
-                self._outbox_changed.wait(_POLL_S)
+            self._outbox_changed.wait_for(
+                lambda: len(self._outbox) < _MAX_OUTBOX or self._is_stopping
+            )
             self._outbox += burst
             if not burst or self._is_wake_scheduled or self._is_stopping:
                 return
@@ -183,4 +179,12 @@ class EgressThreads:
         try:
             self._loop.call_soon_threadsafe(self._take)
         except RuntimeError:  # the loop is closed: nobody is left to hear it
+            self._close()
+
+    def _close(self) -> None:
+        """Nothing waits any more, and what comes is dropped."""
+        with self._outbox_changed:
             self._is_stopping = True
+            self._outbox_changed.notify_all()
+        for inbox in self._inboxes:
+            inbox.close()

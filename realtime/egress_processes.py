@@ -234,7 +234,7 @@ class _Work:
 
     def run(self) -> None:
         while self._read():
-            events = self._queue.get(0.0)
+            events = self._queue.get(waits=False)
             for event in in_pieces(events) if events else ():
                 for encoded in self._encoders.encode(event):
                     self._sock.sendall(b"".join(packed(encoded)))
@@ -251,5 +251,5 @@ class _Work:
             if isinstance(message, OpenEncoder):
                 self._encoders.open(message.slot, message.format)
             else:
-                self._queue.put(message, 0.0)
+                self._queue.put(message)
         return data != b""

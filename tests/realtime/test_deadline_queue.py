@@ -16,7 +16,7 @@ def item(slot: int, number: int) -> SegmentEnd:
 
 def drain(queue: DeadlineQueue) -> list[tuple[int, int]]:
     got = []
-    while events := queue.get(0.0):
+    while events := queue.get(waits=False):
         got += [(event.slot.idx, event.segment) for event in events]
     return got
 
@@ -26,15 +26,15 @@ def test_the_most_urgent_slot_goes_first_and_keeps_its_order() -> None:
     queue = DeadlineQueue(100, lambda event: deadlines[event.slot.idx])
     for number in range(2):
         for slot in (0, 1, 2):
-            assert queue.put(item(slot, number), 0.0)
+            queue.put(item(slot, number))
     assert drain(queue) == [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1)]
-    assert queue.qsize() == 0 and queue.get(0.0) == []
+    assert queue.qsize() == 0 and queue.get(waits=False) == []
 
 
 def test_equal_deadlines_go_by_arrival() -> None:
     queue = DeadlineQueue(100, lambda event: 0.0)
     for slot in (2, 0, 1):
-        queue.put(item(slot, 0), 0.0)
+        queue.put(item(slot, 0))
     assert [slot for slot, _ in drain(queue)] == [2, 0, 1]
 
 
@@ -43,27 +43,47 @@ def test_a_slots_deadline_is_asked_once_its_last_event_is_done() -> None:
     played_s = {0: 0.0, 1: 1.5}
     queue = DeadlineQueue(100, lambda event: played_s[event.slot.idx])
     for number in range(3):
-        queue.put(item(0, number), 0.0)
-    queue.put(item(1, 0), 0.0)
+        queue.put(item(0, number))
+    queue.put(item(1, 0))
     order = []
-    while events := queue.get(0.0):
+    while events := queue.get(waits=False):
         (event,) = events
         order.append(event.slot.idx)
         played_s[event.slot.idx] += 1.0
         if len(order) == 1:
-            queue.put(item(0, 3), 0.0)  # while the reader is at this slot
+            queue.put(item(0, 3))  # while the reader is at this slot
     assert order == [0, 0, 1, 0, 0]
+
+
+def started(function, *args) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def test_a_full_queue_makes_the_writer_wait() -> None:
     queue = DeadlineQueue(2, lambda event: 0.0)
-    assert queue.put(item(0, 0), 0.0) and queue.put(item(1, 0), 0.0)
-    assert not queue.put(item(2, 0), 0.01)
-    writer = threading.Thread(target=queue.put, args=(item(2, 0), 10.0))
-    writer.start()
-    queue.get(0.0)
+    for slot in range(2):
+        queue.put(item(slot, 0))
+    writer = started(queue.put, item(2, 0))
+    writer.join(0.01)
+    assert writer.is_alive() and queue.qsize() == 2
+    queue.get()
     writer.join(10.0)
     assert not writer.is_alive() and queue.qsize() == 2
+
+
+def test_closed_it_makes_nobody_wait_takes_nothing_and_gives_nothing() -> None:
+    full, empty = (DeadlineQueue(1, lambda event: 0.0) for _ in range(2))
+    full.put(item(0, 0))
+    waiting = [started(full.put, item(1, 0)), started(empty.get)]
+    for queue in (full, empty):
+        queue.close()
+    for thread in waiting:
+        thread.join(10.0)
+        assert not thread.is_alive()
+    full.put(item(1, 0))
+    assert full.qsize() == 1 and full.get() == [] == empty.get()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -74,14 +94,13 @@ def test_many_writers_lose_nothing(seed: int) -> None:
 
     def write(slot: int) -> None:
         for number in range(num_items):
-            assert queue.put(item(slot, number), 30.0)
+            queue.put(item(slot, number))
 
-    writers = [threading.Thread(target=write, args=(slot,)) for slot in range(num_slots)]
-    for writer in writers:
-        writer.start()
+    for slot in range(num_slots):
+        started(write, slot)
     got: dict[int, list[int]] = {slot: [] for slot in range(num_slots)}
     for _ in range(num_slots * num_items):
-        (event,) = queue.get(30.0)
+        (event,) = queue.get()
         got[event.slot.idx].append(event.segment)
     assert all(numbers == list(range(num_items)) for numbers in got.values())
 
@@ -95,9 +114,9 @@ def test_frames_that_wait_come_together_but_for_the_first() -> None:
     frames = [frame(number) for number in range(12)]
     late = [item(0, 0), frame(12, segment=1), frame(13, segment=1), frame(14, num_frames=7)]
     for event in (*frames, *late, frame(0, turn_id=2), frame(1, turn_id=2)):
-        queue.put(event, 0.0)
+        queue.put(event)
     runs = []
-    while events := queue.get(0.0):
+    while events := queue.get(waits=False):
         runs.append([getattr(event, "first_frame", None) for event in events])
     assert runs == [[0], [1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11], [None], [12, 13], [14], [0], [1]]
     assert queue.qsize() == 0

@@ -22,6 +22,7 @@ from realtime.pingpong.messages import (
 from realtime.pingpong.slots import Slots
 from realtime.session.actions import EncodedAudio
 from realtime.wire import AudioFormat
+from tests.support.waiting import wait_until
 
 PCM = AudioFormat(codec="pcm_s16le")
 
@@ -241,7 +242,21 @@ async def test_the_first_frame_does_not_wait_for_those_it_came_with() -> None:
         assert [len(each.packets) for each in audio] == [1, 1, 14, 16]
 
 
-async def test_stop_releases_a_waiting_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_releases_a_thread_that_waits_for_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(egress_module, "_MAX_OUTBOX", 1)
+    rig = Rig(num_threads=1)
+    slot = rig.open()
+    rig.egress.start(asyncio.get_running_loop())
+    for turn_id in range(3):
+        rig.egress.put(frame(slot, turn_id, 0))
+    wait_until(lambda: bool(rig.egress._outbox))  # the loop does not run meanwhile
+    rig.egress.stop()
+    assert rig.events == []
+
+
+async def test_stop_releases_a_waiting_engine() -> None:
     rig = Rig()  # never started: its queue stays full
     rig.egress._inboxes[0].maxsize = 1
     slot = rig.open()
