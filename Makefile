@@ -26,6 +26,7 @@ test: check  ## lint, types, layering, then all tests that need no GPU
 test-gpu: $(VENV)/.installed-dev  ## the tests that need a CUDA device, then the gates of 8 bits
 	$(BIN)/pytest -m gpu
 	$(BIN)/python -m bench_ttfa.gate_quantised
+	$(BIN)/python -m bench_ttfa.gate_quantised --model embedded:s2-pro --streams 64 --kv fp8
 	$(BIN)/python -m bench_ttfa.gate_quantised --model random:s2-pro
 
 test-clients: $(CLIENTS)/.installed  ## the agent frameworks (large), in an environment of their own

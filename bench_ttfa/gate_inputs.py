@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from model.dual_ar import DualAR
 from model.embedded import embedded_path
+from model.loader import load_dual_ar
 from model.prompt import Voice
 from model.sampling import SamplingParams
 from model.speech_model import SpeechModel, load_speech_model
@@ -215,6 +216,36 @@ class _Watch:
         others = logits.scatter(-1, choice[:, None], -torch.inf).amax(-1)
         self.leads.append(logits.gather(-1, choice[:, None]).squeeze(-1) - others)
         return choice
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What bf16 arithmetic alone changes: the plain model in bf16 against it in fp32, on a CPU."""
+
+    tokens_equal: float  # semantic tokens, each its own codes
+    codes_equal: float
+    num_whole: int  # inputs all of whose codes are equal
+
+    def __str__(self) -> str:
+        return (
+            f"bf16 arithmetic against fp32, nothing in 8 bits: {self.tokens_equal:.1%} of semantic "
+            f"tokens and {self.codes_equal:.1%} of all codes equal, all codes of {self.num_whole} inputs"
+        )
+
+
+@torch.inference_mode()
+def rounding_of_bf16(prompts: Sequence[Tensor]) -> Rounding:
+    """`prompts`: i32 [1+K, T] each, of the embedded model."""
+    exact, rounded = (
+        Greedy(load_dual_ar(embedded_path(), "cpu", dtype), prompts).decode().frames
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    same = exact == rounded
+    return Rounding(
+        tokens_equal=float(same[..., 0].float().mean()),
+        codes_equal=float(same[..., 1:].float().mean()),
+        num_whole=int(same.flatten(1).all(1).sum()),
+    )
 
 
 def _judge(

@@ -2,7 +2,13 @@
 
     python -m bench_ttfa.gate_quantised                       # the embedded, trained model
     python -m bench_ttfa.gate_quantised --format bf16 --kv fp8  # 8-bit keys and values alone
-    python -m bench_ttfa.gate_quantised --model random:s2-pro # S2 Pro's shapes, on a GPU
+    python -m bench_ttfa.gate_quantised --model embedded:s2-pro --streams 64  # its kernels, on a GPU
+    python -m bench_ttfa.gate_quantised --model random:s2-pro # S2 Pro's shapes, random, on a GPU
+
+Which kernels run depends on shapes and on how many streams are decoded at once. `embedded:s2-pro` is
+the embedded model in S2 Pro's shapes (`widened`); --streams N decodes N at once, some inputs several
+times where there are fewer. In 8 bits the kernels change at 1, 2 to 4, 8, 16, 32, 64 and 128 streams, and
+of 33 to 64 streams the linears make the norms: in the embedded model's own shapes they never do.
 
 A trained model must say the same, on inputs that were chosen by bf16 alone (`gate_inputs`):
 
@@ -39,22 +45,25 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bench_ttfa.command import positive_int
 from bench_ttfa.gate_inputs import (
     NUM_FRAMES,
     GateInput,
-    Greedy,
+    Rounding,
     are_of_these_weights,
     leads_of,
     prompts_of,
     read_inputs,
+    rounding_of_bf16,
 )
 from bench_ttfa.gpu_timing import need_cuda
+from bench_ttfa.widened import s2_pro_shapes, widened
 from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.embedded import embedded_path
@@ -65,7 +74,7 @@ from model.sampling import SamplingParams
 from ops.quantize import Kind
 
 EMBEDDED = "embedded"
-CPU = torch.device("cpu")
+WIDENED = "embedded:s2-pro"
 NUM_RANDOM_INPUTS = 12
 RANDOM_POSITIONS = 96
 # Logits. The error of a logit is 0.13 to 0.26 (root mean square, by codebook), so this is 2.7 times that
@@ -116,27 +125,13 @@ class Sureness:
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
-    """What bf16 arithmetic alone changes: the plain model in bf16 against it in fp32, on a CPU."""
-
-    tokens_equal: float  # semantic tokens, each its own codes
-    codes_equal: float
-    num_whole: int  # inputs all of whose codes are equal
-
-    def __str__(self) -> str:
-        return (
-            f"bf16 arithmetic against fp32, nothing in 8 bits: {self.tokens_equal:.1%} of semantic "
-            f"tokens and {self.codes_equal:.1%} of all codes equal, all codes of {self.num_whole} inputs"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """What was found; `problems` empty: the gate is open."""
 
     model: str
     device: str
     num_inputs: int
+    streams: int  # decoded at once
     tokens_equal: float  # semantic tokens, each its own codes
     codes_equal: float  # all codes, each its own codes
     forced_tokens_equal: float  # semantic tokens when both read bf16's codes
@@ -155,7 +150,8 @@ class Verdict:
             for least, count, share in self.equal_by_margin
         )
         lines = [
-            f"{self.model} on {self.device}, {self.num_inputs} inputs, {NUM_FRAMES} frames",
+            f"{self.model} on {self.device}, {self.num_inputs} inputs, {NUM_FRAMES} frames, "
+            f"{self.streams} streams at once",
             f"  greedy, each its own codes: {self.tokens_equal:.1%} of semantic tokens and "
             f"{self.codes_equal:.1%} of all codes equal",
             f"  both bf16's codes: {self.forced_tokens_equal:.1%} of semantic tokens equal",
@@ -173,19 +169,22 @@ def judge(
     device: torch.device,
     kind: Kind = "bsfp8",
     kv_format: KvFormat = "bf16",
-    batch: int | None = None,
+    streams: int | None = None,
 ) -> Verdict:
     """Decode in bf16 and in the formats given, and compare. Holds one model at a time.
 
     Args:
-        batch: inputs that are decoded together; None: all. Other kernels run for few rows.
+        streams: decoded at once, of which some say the same if there are more than inputs; None:
+            as many as inputs.
     """
     chosen = [] if is_random(name) else read_inputs()
     model = load(name, "bf16", device)
-    prompts = prompts_of(chosen) if chosen else _random_prompts(model.config)
+    distinct = prompts_of(chosen) if chosen else _random_prompts(model.config)
+    size = streams or len(distinct)
+    count = max(size, len(distinct))
+    prompts, chosen = list(islice(cycle(distinct), count)), list(islice(cycle(chosen), count))
     bound = RANDOM_KV_BOUND if kind == "bf16" else random_bound(model.config.slow.num_layers)
     bound = TRAINED_BOUND if chosen else bound
-    size = batch or len(prompts)
     parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     expected = Decoded.cat([Inputs(model, part).decode() for part in parts])
     del model
@@ -196,7 +195,7 @@ def judge(
         both.append((inputs.decode(), inputs.decode(frames)))
     free, forced = (Decoded.cat(decoded) for decoded in zip(*both, strict=True))
     del model, inputs
-    verdict = _verdict(name, device, bound, expected, free, forced)
+    verdict = replace(_verdict(name, device, bound, expected, free, forced), streams=size)
     if not chosen:
         return verdict
     sureness, problems = _judge_trained(
@@ -205,7 +204,7 @@ def judge(
     return replace(
         verdict,
         sureness=sureness,
-        rounding=rounding_of_bf16(prompts),
+        rounding=rounding_of_bf16(distinct),
         problems=(*verdict.problems, *problems),
     )
 
@@ -215,6 +214,8 @@ def load(name: str, kind: Kind, device: torch.device) -> DualAR:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if is_random(name):
         model = RandomModel.parse(name).dual_ar(device, dtype)
+    elif name == WIDENED:
+        model = widened(s2_pro_shapes(), device, dtype)
     else:
         path = embedded_path() if name == EMBEDDED else Path(name)
         model = load_dual_ar(path, device, dtype)
@@ -258,21 +259,6 @@ class Inputs:
         return Decoded(torch.stack(frames, 1), torch.stack(logits, 1))
 
 
-@torch.inference_mode()
-def rounding_of_bf16(prompts: Sequence[Tensor]) -> Rounding:
-    """`prompts`: i32 [1+K, T] each, of the embedded model."""
-    exact, rounded = (
-        Greedy(load_dual_ar(embedded_path(), CPU, dtype), prompts).decode().frames
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    same = exact == rounded
-    return Rounding(
-        tokens_equal=float(same[..., 0].float().mean()),
-        codes_equal=float(same[..., 1:].float().mean()),
-        num_whole=int(same.flatten(1).all(1).sum()),
-    )
-
-
 def random_bound(num_layers: int) -> float:
     """Of the logits' relative error when weights are random."""
     return round(_ALLOWANCE * (_BLOCK_ERROR + _LAYER_ERROR * math.log(num_layers)), 3)
@@ -296,6 +282,7 @@ def _verdict(
         model=name,
         device=str(device),
         num_inputs=len(expected.frames),
+        streams=len(expected.frames),
         tokens_equal=float(same[..., 0].float().mean()),
         codes_equal=float(same[..., 1:].float().mean()),
         forced_tokens_equal=float(forced_same[..., 0].float().mean()),
@@ -372,16 +359,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", default=EMBEDDED, help=f'"{EMBEDDED}" or "random:..."')
+    parser.add_argument(
+        "--model", default=EMBEDDED, help=f'"{EMBEDDED}", "{WIDENED}" or "random:..."'
+    )
     parser.add_argument("--format", choices=["bf16", "bsfp8"], default="bsfp8", help="the weights")
     parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values")
-    parser.add_argument("--batch", type=int, help="inputs decoded together; default: all")
+    parser.add_argument(
+        "--streams", type=positive_int, help="decoded at once (default: as many as inputs)"
+    )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--json", type=Path, help="write the verdict here")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    need_cuda(parser, "cuda" if args.model.startswith("random:s2-pro") else device)
-    verdict = judge(args.model, torch.device(device), args.format, args.kv, args.batch)
+    is_large = args.model == WIDENED or args.model.startswith("random:s2-pro")
+    need_cuda(parser, "cuda" if is_large else device)
+    verdict = judge(args.model, torch.device(device), args.format, args.kv, args.streams)
     print(verdict)
     if not is_random(args.model) and not are_of_these_weights():
         print(

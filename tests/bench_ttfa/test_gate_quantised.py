@@ -1,6 +1,7 @@
 """The gate of 8-bit weights is open for what we have, and shuts on known bugs."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +16,20 @@ from bench_ttfa.gate_inputs import (
     prompts_of,
     read_inputs,
 )
-from bench_ttfa.gate_quantised import EMBEDDED, EQUAL_SHARE, RANDOM_KV_BOUND, SURE_LEAD, judge, main
+from bench_ttfa.gate_quantised import (
+    EMBEDDED,
+    EQUAL_SHARE,
+    RANDOM_KV_BOUND,
+    SURE_LEAD,
+    WIDENED,
+    judge,
+    main,
+)
 from model import dual_ar_cuda, fused_stack
 from model.embedded import embedded_path
 from model.speech_model import load_speech_model
 from ops import reference_fp8
+from ops.quantize import UnscaledNorm
 
 CPU = torch.device("cpu")
 
@@ -54,11 +64,20 @@ def test_the_embedded_model_speaks_the_same_in_8_bits():
 
 
 def test_inputs_in_parts_are_judged_as_all_together():
-    parts = judge("random:tiny", CPU, batch=5)
+    parts = judge("random:tiny", CPU, streams=5)
     whole = judge("random:tiny", CPU)
     assert parts.num_inputs == whole.num_inputs == 12
     assert parts.logit_error == pytest.approx(whole.logit_error, rel=1e-3)
     assert parts.tokens_equal == whole.tokens_equal
+
+
+def test_more_streams_than_inputs_say_some_of_them_again():
+    whole = judge("random:tiny", CPU)
+    twice = judge("random:tiny", CPU, streams=24)
+    assert (twice.num_inputs, twice.streams, whole.streams) == (24, 24, 12)
+    assert twice.logit_error == pytest.approx(whole.logit_error, rel=1e-3)
+    assert twice.tokens_equal == whole.tokens_equal
+    assert f"{twice}".splitlines()[0].endswith("24 inputs, 5 frames, 24 streams at once")
 
 
 def test_random_weights_are_judged_by_their_logits(tmp_path, capsys):
@@ -104,14 +123,45 @@ def test_the_gate_shuts_on_wrong_scales(side, fault, monkeypatch, capsys):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch", [None, 1])
+@pytest.mark.parametrize(
+    ("model", "streams"), [(EMBEDDED, None), (EMBEDDED, 1), (WIDENED, 5), (WIDENED, 64)]
+)
 @pytest.mark.parametrize(
     ("kind", "kv_format"), [("bsfp8", "bf16"), ("bf16", "fp8"), ("bsfp8", "fp8")]
 )
-def test_the_embedded_model_speaks_the_same_in_8_bits_on_a_gpu(kind, kv_format, batch):
-    verdict = judge(EMBEDDED, torch.device("cuda"), kind, kv_format, batch)
+def test_a_trained_model_speaks_the_same_in_8_bits_on_a_gpu(kind, kv_format, model, streams):
+    verdict = judge(model, torch.device("cuda"), kind, kv_format, streams)
     print(f"\n{verdict}")
     assert not verdict.problems
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["weights", "norms"])
+def test_the_gate_shuts_on_wrong_scales_of_many_streams_on_a_gpu(side, monkeypatch):
+    """Also on those of the norms that linears of 33 to 64 rows make."""
+    if side == "weights":
+        quantize = fused_stack.quantize_weight
+
+        def wrong(x):
+            data, scale = quantize(x)
+            return data, with_the_other_stride(scale)
+
+        monkeypatch.setattr(fused_stack, "quantize_weight", wrong)
+    else:
+        linear_and_norm = fused_stack.linear_and_norm
+
+        def wrong(*args, **options):
+            x, normed = linear_and_norm(*args, **options)
+            if isinstance(normed, UnscaledNorm):
+                scale = with_the_other_stride(normed.rows.scale)
+                normed = replace(normed, rows=replace(normed.rows, scale=scale))
+            return x, normed
+
+        monkeypatch.setattr(fused_stack, "linear_and_norm", wrong)
+    verdict = judge(WIDENED, torch.device("cuda"), streams=64)
+    print(f"\n{verdict}")
+    assert "the logits' relative error" in verdict.problems[0]
+    assert any("other semantic tokens" in problem for problem in verdict.problems)
 
 
 def test_inputs_are_those_of_the_embedded_weights():
