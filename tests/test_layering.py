@@ -25,6 +25,7 @@ ON_DEVICE = tuple(
         "kernels_attention",
         "kernels_layer",
         "peers",
+        "widened",
     )
 )
 
