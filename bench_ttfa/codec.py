@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench_ttfa.command import positive_int
 from bench_ttfa.gpu_timing import need_cuda
 from bench_ttfa.system import describe_machine, describe_software
 from model.codec import Codec, load_codec
@@ -229,7 +230,7 @@ def _time_cpu(call: Callable[[], object]) -> tuple[float, float]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [positive_int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

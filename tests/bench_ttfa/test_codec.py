@@ -36,3 +36,12 @@ def test_what_was_measured_before_it_was_cut_is_shown_and_filed(tmp_path, capsys
         codec.main(options)
     assert [call["frames"] for call in json.loads(path.read_text())["calls"]] == [1]
     assert "     10        9 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--batch", "--frames"])
+@pytest.mark.parametrize("value", ["0", "1,-2", "8,", "many"])
+def test_calls_of_no_streams_or_frames_are_refused_in_words(option, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        codec.main([option, value, "--device", "cpu"])
+    assert ended.value.code == 2
+    assert "expected a whole number of at least 1" in capsys.readouterr().err
