@@ -7,8 +7,12 @@ import struct
 import av
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from model.audio import ClipError, read_clip
+from model.embedded import embedded_path
+from model.embedded.recipe.encode import load_codec
 
 RATE = 24_000
 
@@ -179,11 +183,14 @@ def nothing_spoken(kind):
     }[kind]
 
 
-@pytest.mark.parametrize("level", [0.2, 0.01])
-@pytest.mark.parametrize(
-    "kind",
-    ["tone", "hum", "sweep", "siren", "beeps", "notes", "noise", "gusts", "rumble", "clicks"],
+UNSPOKEN = (
+    *("tone", "hum", "sweep", "siren", "beeps", "notes"),
+    *("noise", "gusts", "rumble", "clicks"),
 )
+
+
+@pytest.mark.parametrize("level", [0.2, 0.01])
+@pytest.mark.parametrize("kind", UNSPOKEN)
 def test_what_is_no_speech_is_refused_as_such(kind, level):
     clip = wav_f32(level * nothing_spoken(kind))
     with pytest.raises(ClipError, match="no speech found in the clip"):
@@ -203,6 +210,37 @@ def test_what_may_be_speech_is_taken(seconds, gain):
 def test_speech_of_a_telephone_is_taken():
     clip = encode(babble(3, 8_000), 8_000, "wav", "pcm_mulaw")
     assert len(read_clip(clip, RATE, must_speak=True)) == 3 * RATE
+
+
+def high_passed(samples, hz):
+    """Steeply, and written in 16 bits."""
+    size = len(samples)
+    gain = 1 / np.sqrt(1 + (hz / np.fft.rfftfreq(size, 1 / RATE).clip(1)) ** 40)
+    filtered = np.fft.irfft(np.fft.rfft(samples) * gain, size)
+    return np.rint(16_384 * filtered / np.abs(filtered).max()).astype(np.float32) / 32_768
+
+
+@pytest.mark.parametrize("name", ["af_heart", "am_michael", "bf_emma"])
+def test_speech_of_a_tinny_loudspeaker_is_taken(name):
+    voice = load_file(embedded_path() / f"voices/{name}.safetensors")["codes"]
+    codec = load_codec(embedded_path() / "codec.safetensors", torch.device("cpu"))
+    speech = codec.decode(voice[None, :, :60])[0].numpy()
+    for hz in (0.1, 1_000, 1_500, 2_000):
+        read_clip(wav_f32(high_passed(speech, hz)), RATE, must_speak=True)
+
+
+@pytest.mark.parametrize("kind", UNSPOKEN)
+def test_what_is_no_speech_is_none_through_a_tinny_loudspeaker(kind):
+    with pytest.raises(ClipError, match="no speech found in the clip"):
+        read_clip(wav_f32(high_passed(nothing_spoken(kind), 1_000)), RATE, must_speak=True)
+
+
+@pytest.mark.parametrize("hz", [400, 700])
+def test_a_siren_that_sweeps_wide_is_no_speech(hz):
+    t = np.arange(3 * RATE) / RATE
+    siren = 0.3 * np.sin(2 * np.pi * hz * t + 100 * np.sin(2 * np.pi * 2 * t))
+    with pytest.raises(ClipError, match="no speech found in the clip"):
+        read_clip(wav_f32(siren), RATE, must_speak=True)
 
 
 def test_a_loud_float_clip_is_scaled_down():
