@@ -8,11 +8,13 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
 import numpy as np
 import safetensors.numpy
+import uvicorn.server
 from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as ws_connect
 from websockets.exceptions import InvalidStatus
@@ -26,6 +28,11 @@ from realtime.opus import load_opuslib
 from tests.fakes import NUM_CODEBOOKS, FakeEngine
 
 TIMEOUT_S = 10.0
+
+# uvicorn sleeps for 0.1 s whenever a server ends, which tests do a thousand times.
+_IMPATIENT = ModuleType("asyncio")
+_IMPATIENT.__dict__.update(vars(asyncio), sleep=lambda seconds: asyncio.sleep(min(seconds, 0.002)))
+uvicorn.server.asyncio = _IMPATIENT
 
 
 @dataclass

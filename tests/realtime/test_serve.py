@@ -126,7 +126,10 @@ def test_a_refused_connection_is_not_an_error_of_the_server(tmp_path: Path) -> N
                 assert b"at_capacity" in refused.value.response.body
         child.send_signal(signal.SIGTERM)
         _, stderr = child.communicate(timeout=10)
-        assert (child.returncode, stderr) == (0, "")
+        lines = [
+            line for line in stderr.splitlines() if not line.startswith("sessions that finish")
+        ]
+        assert (child.returncode, lines) == (0, [])  # who has just left may still be counted
 
 
 def test_it_ends_when_its_lifeline_does(tmp_path: Path) -> None:
