@@ -60,7 +60,7 @@ class VoiceHandler(BaseHTTPRequestHandler):
 @pytest.fixture
 def voice_server():
     with ThreadingHTTPServer(("127.0.0.1", 0), VoiceHandler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))  # seconds a poll
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -159,7 +159,9 @@ async def test_a_client_that_does_not_read_is_closed(
     async with serving_tls(tmp_path, certificate, write_stall_s=0.3) as (served, url):
         address = url.replace("https", "wss") + wire.PATH
         trust = certificate.trusting()
-        async with connect(address, ssl=trust, proxy=None, max_queue=1) as socket:
+        async with connect(
+            address, ssl=trust, proxy=None, max_queue=1, close_timeout=0.2
+        ) as socket:
             pcm = AudioFormat(codec="pcm_s16le", sample_rate=48_000)
             for message in (
                 wire.SessionStart(format=pcm, max_lead_ms=60_000),
