@@ -3,8 +3,11 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+from clients.local_server import LocalServer
 
 # Before torch is imported. With more threads a product's bits depend on how it is shared out.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -32,3 +35,17 @@ def inference() -> Iterator[None]:
 
     with torch.inference_mode():
         yield
+
+
+@pytest.fixture(scope="session")
+def voices_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the server of `url` keeps voices."""
+    return tmp_path_factory.mktemp("voices")
+
+
+@pytest.fixture(scope="session")
+def url(voices_dir: Path) -> Iterator[str]:
+    """Of a server in a process of its own with the embedded model and its 4 slots, one for all tests:
+    a slot may still be held by a session that has just ended."""
+    with LocalServer(["--device", "cpu", "--voices-dir", str(voices_dir)]) as server:
+        yield server.url

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import urllib.request
-from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 
@@ -23,20 +22,11 @@ from clients import (
     connect,
     decode_turn,
 )
-from clients.local_server import LocalServer
 from realtime.wire import MAX_TEXT_CHARS, MAX_TURN_CHARS
 
 PCM = AudioFormat(codec="pcm_s16le", sample_rate=24_000)
-NUM_SLOTS = 4  # one more than any test needs: the last session's slot may still be closing
+NUM_SLOTS = 4  # of the server
 LEAD_MS = 60_000
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    voices = tmp_path_factory.mktemp("voices")
-    options = ["--max-slots", str(NUM_SLOTS), "--voices-dir", str(voices), "--device", "cpu"]
-    with LocalServer(options) as server:
-        yield server.url
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import io
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from clients import AudioFormat, Sampling, connect, decode_turn
-from clients.local_server import LocalServer
 from model.embedded import embedded_path
 from model.embedded.recipe.encode import load_codec
 
@@ -21,18 +19,6 @@ RATE_HZ = 24_000
 CLIP_TEXT = "The library on the corner opens at nine and closes a little after six."
 TEXT = "Your table is booked for seven, and I have asked for one by the window."
 PCM = AudioFormat(codec="pcm_s16le", sample_rate=RATE_HZ)
-
-
-@pytest.fixture(scope="module")
-def voices(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("voices")
-
-
-@pytest.fixture(scope="module")
-def url(voices: Path) -> Iterator[str]:
-    options = ["--max-slots", "2", "--voices-dir", str(voices), "--device", "cpu"]
-    with LocalServer(options) as server:
-        yield server.url
 
 
 @pytest.fixture(scope="module")
@@ -131,12 +117,12 @@ def test_no_voice_of_what_is_no_speech(url: str, kind: str) -> None:
 
 
 def test_a_clip_after_a_pause_is_the_same_voice(
-    url: str, voices: Path, stranger: np.ndarray
+    url: str, voices_dir: Path, stranger: np.ndarray
 ) -> None:
     """The room before the speech is no part of the reference, though it is not silent."""
     room = 0.002 * np.random.default_rng(0).standard_normal(12 * RATE_HZ)
     assert add(url, "late", np.append(room, stranger)).status_code == 201
-    codes = load_file(voices / "late.safetensors")["codes"]
+    codes = load_file(voices_dir / "late.safetensors")["codes"]
     assert abs(codes.shape[1] / 25 - len(stranger) / RATE_HZ) < 0.5
 
 
@@ -146,10 +132,12 @@ def test_a_clip_that_is_too_long_is_refused_with_the_limit(url: str, stranger: n
     assert "longer than 30 s" in response.json()["error"]["message"]
 
 
-def test_a_quiet_clip_is_the_same_voice(url: str, voices: Path, stranger: np.ndarray) -> None:
+def test_a_quiet_clip_is_the_same_voice(url: str, voices_dir: Path, stranger: np.ndarray) -> None:
     for name, gain in (("loud", 1.0), ("quiet", 0.2)):
         assert add(url, name, gain * stranger).status_code == 201
-    loud, quiet = (load_file(voices / f"{name}.safetensors")["codes"] for name in ("loud", "quiet"))
+    loud, quiet = (
+        load_file(voices_dir / f"{name}.safetensors")["codes"] for name in ("loud", "quiet")
+    )
     assert float((loud[0] == quiet[0]).float().mean()) > 0.7  # without a level of its own: 0.1
 
 

@@ -6,7 +6,6 @@ Measured over all voices in `tests_clients/README.md`; here two sentences, with 
 import numpy as np
 import pytest
 
-from clients.local_server import LocalServer
 from tests.adapters.speech_measures import RATE, Samples, change_speed, measure, say
 
 TEXT = "Your parcel will arrive on Thursday morning."
@@ -16,9 +15,8 @@ PITCH_CENTS, DIP_DB, CLICK_DB = 12.0, 9.0, 5.0
 
 
 @pytest.fixture(scope="module", params=["af_heart", "am_michael"])
-def speech(request: pytest.FixtureRequest) -> Samples:
-    with LocalServer(["--device", "cpu"]) as server:
-        return say(server.url, request.param, TEXT)
+def speech(request: pytest.FixtureRequest, url: str) -> Samples:
+    return say(url, request.param, TEXT)
 
 
 @pytest.mark.parametrize("speed", MOST_SPECTRAL_DB)

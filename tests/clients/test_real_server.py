@@ -1,24 +1,16 @@
 """The client against the real server with the embedded model."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
 import clients.sync
 from clients import NullDevice, Player, Sampling, TurnDone, TurnText, connect, decode_turn
-from clients.local_server import LocalServer
 from clients.silence import leading_silence_ms
 from clients.voices import list_voices
 from realtime.wire import OPUS_SAMPLE_RATES_HZ, AudioFormat
 
 TEXT = "Good morning. The ferry leaves at ten."
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with LocalServer(["--device", "cpu"]) as server:
-        yield server.url
 
 
 async def test_a_turn_is_whole_and_audible(url) -> None:
