@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench_ttfa.command import positive_int
+from bench_ttfa.command import file_to_write, positive_ints
 from bench_ttfa.gpu_timing import need_cuda
 from bench_ttfa.system import describe_machine, describe_software
 from model.codec import Codec, load_codec
@@ -68,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="default: cuda where there is one, else cpu",
     )
     parser.add_argument(
-        "--batch", type=_numbers, default=[1, 8, 64], help="streams per call (default: 1,8,64)"
+        "--batch", type=positive_ints, default=[1, 8, 64], help="streams per call (default: 1,8,64)"
     )
     parser.add_argument(
-        "--frames", type=_numbers, default=[1, 2, 4], help="frames per call (default: 1,2,4)"
+        "--frames", type=positive_ints, default=[1, 2, 4], help="frames per call (default: 1,2,4)"
     )
-    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--json", type=file_to_write, help="write the record here")
     options = parser.parse_args(arguments)
     need_cuda(parser, options.device)
     with torch.inference_mode():
@@ -227,10 +227,6 @@ def _time_cpu(call: Callable[[], object]) -> tuple[float, float]:
         times.append(1e6 * (time.perf_counter() - start))
     us = statistics.median(times)
     return us, us
-
-
-def _numbers(text: str) -> list[int]:
-    return [positive_int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

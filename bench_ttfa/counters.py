@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from bench_ttfa.command import file_to_write, positive_ints
 from bench_ttfa.gpu_timing import need_cuda
 from bench_ttfa.kernels_attention import Layers
 from bench_ttfa.kernels_layer import Weights, layer_calls
@@ -110,7 +111,7 @@ def run_inside(rows: Sequence[int], kind: Kind, counts_file: Path) -> None:
     counts_file.write_text(json.dumps(counts), encoding="utf-8")
 
 
-def profile(rows: str, kind: str) -> list[Counters]:
+def profile(rows: Sequence[int], kind: str) -> list[Counters]:
     """Run this module under ncu.
 
     Raises:
@@ -123,7 +124,7 @@ def profile(rows: str, kind: str) -> list[Counters]:
         command += ["--clock-control", "none", "--profile-from-start", "off"]
         command += [sys.executable, "-m", "bench_ttfa.counters", "--inside", str(counts_file)]
         result = subprocess.run(
-            [*command, "--rows", rows, "--format", kind],
+            [*command, "--rows", ",".join(map(str, rows)), "--format", kind],
             capture_output=True,
             text=True,
             check=False,
@@ -186,21 +187,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--rows", default="1,16,64,128", help="numbers of rows (default: 1,16,64,128)"
+        "--rows",
+        type=positive_ints,
+        default=[1, 16, 64, 128],
+        help="numbers of rows (default: 1,16,64,128)",
     )
     parser.add_argument(
         "--format", default="bsfp8", choices=("bf16", "bsfp8"), help="default: bsfp8"
     )
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=file_to_write, help="also write the figures to this file")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.inside:
-        run_inside([int(number) for number in args.rows.split(",")], args.format, args.inside)
+        run_inside(args.rows, args.format, args.inside)
         return 0
     need_cuda(parser)
     if shutil.which("ncu") is None:
         parser.error("this needs ncu of NVIDIA Nsight Compute, and it is not on the PATH")
-    counters = profile(args.rows, args.format)
+    try:
+        counters = profile(args.rows, args.format)
+    except RuntimeError as error:
+        parser.error(str(error))
     print(table_of(counters))
     if args.json:
         record = {"machine": describe_machine(), "software": describe_software()}

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-from bench_ttfa.gate_speed import gate
+from bench_ttfa.command import file_to_write, positive_int, positive_ints, some_of
+from bench_ttfa.gate_speed import baseline, gate
 from bench_ttfa.gpu_timing import need_cuda
 from bench_ttfa.system import describe_machine, describe_software
 from model.dual_ar import DualAR
@@ -130,17 +131,6 @@ def _key(result: FrameTime) -> str:
     return f"{result.format} c={result.batch} context={result.context}"
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _formats(text: str) -> list[str]:
-    formats = text.split(",")
-    if unknown := sorted(set(formats) - set(FORMATS)):
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(FORMATS)}")
-    return formats
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench_ttfa.frames",
@@ -151,20 +141,20 @@ def _parser() -> argparse.ArgumentParser:
         "--model", default="random:s2-pro", help="a checkpoint (default: random:s2-pro)"
     )
     parser.add_argument(
-        "--format", type=_formats, default=list(FORMATS), help=f"default: {','.join(FORMATS)}"
+        "--format", type=some_of(FORMATS), default=FORMATS, help=f"default: {','.join(FORMATS)}"
     )
     parser.add_argument(
         "--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values (default: bf16)"
     )
     parser.add_argument(
-        "--batch", type=_numbers, default=[1, 16, 64], help="streams (default: 1,16,64)"
+        "--batch", type=positive_ints, default=[1, 16, 64], help="streams (default: 1,16,64)"
     )
     parser.add_argument(
-        "--context", type=int, default=600, help="positions that each reads (default: 600)"
+        "--context", type=positive_int, default=600, help="positions that each reads (default: 600)"
     )
     parser.add_argument("--device", default="cuda", help="default: cuda")
-    parser.add_argument("--json", type=Path, help="write everything here")
-    parser.add_argument("--gate", type=Path, metavar="FILE", help="compare with a baseline")
+    parser.add_argument("--json", type=file_to_write, help="write everything here")
+    parser.add_argument("--gate", type=baseline, metavar="FILE", help="compare with a baseline")
     return parser
 
 
@@ -196,7 +186,9 @@ def run(args: argparse.Namespace) -> tuple[list[FrameTime], dict[str, dict[str, 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
-    need_cuda(parser)
+    need_cuda(parser, args.device)
+    if args.gate and not args.gate.is_file():
+        parser.error(f"argument --gate: {args.gate}: there is no such file")
     gpu = torch.cuda.get_device_name(args.device)
     results, memory = run(args)
     record = {

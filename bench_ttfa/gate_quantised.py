@@ -46,12 +46,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice, pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from bench_ttfa.command import positive_int
+from bench_ttfa.command import file_to_write, positive_int
 from bench_ttfa.gate_inputs import (
     NUM_FRAMES,
     GateInput,
@@ -67,6 +66,7 @@ from bench_ttfa.widened import s2_pro_shapes, widened
 from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.embedded import embedded_path
+from model.errors import ConfigError
 from model.kv_cache import KvFormat
 from model.loader import load_dual_ar
 from model.random_model import RandomModel, is_random
@@ -217,8 +217,7 @@ def load(name: str, kind: Kind, device: torch.device) -> DualAR:
     elif name == WIDENED:
         model = widened(s2_pro_shapes(), device, dtype)
     else:
-        path = embedded_path() if name == EMBEDDED else Path(name)
-        model = load_dual_ar(path, device, dtype)
+        model = load_dual_ar(embedded_path(), device, dtype)
     model.use_kernels(kind)
     return model
 
@@ -353,6 +352,18 @@ def _random_prompts(config: DualARConfig) -> list[Tensor]:
     return list(rows)
 
 
+def _model_name(text: str) -> str:
+    try:
+        if is_random(text):
+            RandomModel.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not is_random(text) and text not in (EMBEDDED, WIDENED):
+        known = f"{EMBEDDED}, {WIDENED}, random:..."
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {known}")
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench_ttfa.gate_quantised",
@@ -360,7 +371,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--model", default=EMBEDDED, help=f'"{EMBEDDED}", "{WIDENED}" or "random:..."'
+        "--model",
+        type=_model_name,
+        default=EMBEDDED,
+        help=f'"{EMBEDDED}", "{WIDENED}" or "random:..."',
     )
     parser.add_argument("--format", choices=["bf16", "bsfp8"], default="bsfp8", help="the weights")
     parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values")
@@ -368,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--streams", type=positive_int, help="decoded at once (default: as many as inputs)"
     )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--json", type=Path, help="write the verdict here")
+    parser.add_argument("--json", type=file_to_write, help="write the verdict here")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     is_large = args.model == WIDENED or args.model.startswith("random:s2-pro")

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_ttfa.command import record_of
+
 TOLERANCE = 0.05
 BASELINE = Path(__file__).parent / "baselines" / "h200-s2-pro.json"
 _RATES = "frames_per_s_per_stream"
@@ -94,23 +96,38 @@ def _frozen(record: dict[str, Any], file: Path) -> dict[str, Any]:
     return frozen if is_same else {}
 
 
+def baseline(text: str) -> Path:
+    """A type of options: a file that a run was frozen in, or none yet."""
+    if Path(text).exists():
+        record_of("model", "gpu", _RATES)(text)
+    return Path(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench_ttfa.gate_speed",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("record", type=Path, metavar="RECORD.json", help="of bench_ttfa.frames")
     parser.add_argument(
-        "--baseline", type=Path, default=BASELINE, metavar="FILE", help=f"default: {BASELINE.name}"
+        "record",
+        type=record_of("model", "gpu", "software", "frames"),
+        metavar="RECORD.json",
+        help="of bench_ttfa.frames",
+    )
+    parser.add_argument(
+        "--baseline",
+        type=baseline,
+        default=BASELINE,
+        metavar="FILE",
+        help=f"default: {BASELINE.name}",
     )
     parser.add_argument("--freeze", action="store_true", help="make the run the baseline")
     parser.add_argument("--lower", metavar="REASON", help="why some figures are frozen lower")
     args = parser.parse_args(argv)
-    record = json.loads(args.record.read_text("utf-8"))
     if args.freeze:
-        return freeze(record, args.baseline, args.lower)
-    return gate(record, args.baseline)
+        return freeze(args.record, args.baseline, args.lower)
+    return gate(args.record, args.baseline)
 
 
 if __name__ == "__main__":

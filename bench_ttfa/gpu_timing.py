@@ -33,9 +33,15 @@ class Timing:
 
 
 def need_cuda(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
-    """Exit with status 2 and a sentence if `device` is a CUDA device and torch finds none."""
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    """Exit with status 2 and a sentence if `device` is no device, or one that is not there."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError:
+        parser.error(f"device {device!r} is none of cpu, cuda, cuda:0, ...")
+    if wanted.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"this needs a CUDA device, and torch {torch.__version__} finds none here")
+    if wanted.type == "cuda" and (wanted.index or -1) >= torch.cuda.device_count():
+        parser.error(f"device {device!r}: torch finds {torch.cuda.device_count()} here")
 
 
 def graph_us(calls: Sequence[Call], replays: int = _REPLAYS) -> float:

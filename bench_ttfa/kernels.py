@@ -19,13 +19,13 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench_ttfa.command import file_to_write, positive_ints, some_of
 from bench_ttfa.gpu_timing import (
     Call,
     Timing,
@@ -217,26 +217,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
-    parser.add_argument("--ops", default=",".join((*LINEARS, MLP, "layer")), help="which ops")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    ops = (*LINEARS, MLP, "layer")
+    parser.add_argument("--rows", type=positive_ints, default=ROWS, help="numbers of rows")
+    parser.add_argument("--ops", type=some_of(ops), default=ops, help="which ops")
+    parser.add_argument("--json", type=file_to_write, help="also write the figures to this file")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     options = parser.parse_args(arguments)
     need_cuda(parser)
     warnings.simplefilter("ignore")
-    rows = [int(number) for number in options.rows.split(",")]
     bandwidth = copy_bandwidth()
     name = torch.cuda.get_device_name()
     print(f"{name}: a copy moves {bandwidth:.0f} GB/s; torch {torch.__version__}")
     timings = []
-    for op in options.ops.split(","):
+    for op in options.ops:
         if op == "layer":
             layers = importlib.import_module(
                 "bench_ttfa.kernels_layer"
             )  # which imports this module
-            timings += layers.measure_layers(rows)
+            timings += layers.measure_layers(options.rows)
         else:
-            timings += measure(op, rows, has_compile=not options.no_compile)
+            timings += measure(op, options.rows, has_compile=not options.no_compile)
     print(table(timings, bandwidth))
     if options.json:
         record: dict[str, Any] = {

@@ -18,13 +18,13 @@ import random
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench_ttfa.command import file_to_write
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, need_cuda, num_copies, rotated
 from bench_ttfa.system import describe_machine, describe_software
 from model.kv_cache import KvFormat
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kv", choices=["bf16", "fp8"], default="bf16", help="keys and values")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=file_to_write, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     need_cuda(parser)
     print(f"{'op':46} {'variant':23} rows       us   GB/s")

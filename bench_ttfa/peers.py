@@ -20,13 +20,13 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench_ttfa.command import file_to_write, positive_ints, some_of
 from bench_ttfa.gpu_timing import Timing, copy_bandwidth, graph_us, need_cuda, num_copies, rotated
 from bench_ttfa.kernels import MLP, pack, random_matrix, shapes_of, table, weight_bytes
 from bench_ttfa.system import describe_machine, describe_software
@@ -200,14 +200,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = ",".join(peer.name for peer in PEERS)
-    parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows")
-    parser.add_argument("--peers", default=names, help=f"some of {names}")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    names = [peer.name for peer in PEERS]
+    parser.add_argument("--rows", type=positive_ints, default=ROWS, help="numbers of rows")
+    parser.add_argument(
+        "--peers", type=some_of(names), default=names, help=f"some of {','.join(names)}"
+    )
+    parser.add_argument("--json", type=file_to_write, help="also write the figures to this file")
     options = parser.parse_args(arguments)
     need_cuda(parser)
     warnings.simplefilter("ignore")
-    wanted, rows = options.peers.split(","), [int(number) for number in options.rows.split(",")]
     bandwidth = copy_bandwidth()
     torch.cuda.empty_cache()
     copies = [Weights.random() for _ in range(num_copies(weight_bytes(shapes_of(MLP), "bsfp8")))]
@@ -219,10 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "copy_gb_per_s": round(bandwidth),
     }
     for peer in PEERS:
-        if peer.name not in wanted:
+        if peer.name not in options.peers:
             continue
         try:
-            measured = measure(peer, copies, rows)
+            measured = measure(peer, copies, options.rows)
             timings += measured
             figures = ", ".join(f"{timing.rows} rows {timing.us:.1f}" for timing in measured)
             print(f"{peer.name}: us, {figures}", flush=True)

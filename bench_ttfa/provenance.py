@@ -18,6 +18,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench_ttfa.command import record_of
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("ops", "model", "realtime", "clients", "bench_ttfa")
 _SUFFIXES = (".py", ".cu", ".cuh")
@@ -87,13 +89,20 @@ def _blob(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
 
 
+def _record(text: str) -> Path:
+    software = record_of("software")(text)["software"]
+    if not {"sources", "commit"} <= software.keys():
+        raise argparse.ArgumentTypeError(f"{text} does not say which sources ran")
+    return Path(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench_ttfa.provenance",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("records", type=Path, nargs="+", metavar="RECORD.json")
+    parser.add_argument("records", type=_record, nargs="+", metavar="RECORD.json")
     commits = {record: file(record) for record in parser.parse_args(argv).records}
     for record, commit in commits.items():
         print(f"{record}: {commit or 'its sources are no commit'}")

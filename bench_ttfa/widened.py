@@ -34,7 +34,7 @@ def widened(shapes: DualARConfig, device: torch.device, dtype: torch.dtype) -> D
 
     Its hidden width must be a multiple of the embedded one's, its heads too.
     """
-    small = load_dual_ar(embedded_path(), torch.device("cpu"), torch.float32).to(device)
+    small = load_dual_ar(embedded_path(), device, torch.float32)
     slow, fast = (
         _stack_config(own.config, other)
         for own, other in ((small.slow, shapes.slow), (small.fast.stack, shapes.fast))
