@@ -18,10 +18,11 @@ from torch import Tensor
 
 from model.config import DualARConfig, StackConfig
 from model.pages import PageTable
-from ops import reference
+from ops import reference, reference_paged
 from ops.attention_launch import Scratch
 from ops.attention_plans import most_parts_of
 from ops.fp8_rows import Fp8Rows, KvRows, dequantized
+from ops.reference_fp8 import ceil_div
 
 # (layer index, q [R, H, D], kv [R, 2, H_kv, D]) -> [R, H, D]
 Attend = Callable[[int, Tensor, Tensor], Tensor]
@@ -44,11 +45,10 @@ def position_bytes(config: DualARConfig, dtype: torch.dtype, kv_format: KvFormat
 
 def _scratch(slow: StackConfig, num_positions: int, device: torch.device) -> Scratch | None:
     """Of decoding with kernels."""
-    group = slow.num_heads // slow.num_kv_heads
-    if device.type != "cuda" or slow.head_dim not in (64, 128) or group > 8:
+    if device.type != "cuda" or slow.head_dim not in (64, 128) or slow.num_groups > 8:
         return None
-    most_parts = most_parts_of(-(-num_positions // 16))
-    return Scratch(slow.num_kv_heads, group, slow.head_dim, most_parts, device)
+    most_parts = most_parts_of(ceil_div(num_positions, 16))
+    return Scratch(slow.num_kv_heads, slow.num_groups, slow.head_dim, most_parts, device)
 
 
 class KVCache:
@@ -118,7 +118,7 @@ class KVCache:
 
     def num_pages_of(self, num_positions: int) -> int:
         """Pages that hold as many positions."""
-        return -(-num_positions // self.page_size)
+        return ceil_div(num_positions, self.page_size)
 
     def pages(self, slot: int) -> tuple[int, ...]:
         """The pages of a slot, in the order of their positions."""
@@ -195,9 +195,17 @@ class KVCache:
         Args:
             slots, positions: i64 [B], on the cache's device.
         """
-        if self.kv.device.type == "cpu":
+        if self.kv.device.type != "cpu":
+            return self._steps_masked(slots, positions)
+        if int(positions.max()) < self.page_size:
             return self._steps_by_row(slots.tolist(), positions.tolist())
-        return self._steps_masked(slots, positions)
+        where = self.page_table, slots, positions
+
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            reference_paged.append(kv, self.kv[layer], *where)
+            return reference_paged.paged_attention(q, self.kv[layer], *where)
+
+        return attend
 
     def _steps_masked(self, slots: Tensor, positions: Tensor) -> Attend:
         """Elsewhere values are not at hand without waiting, so no shape may depend on them."""
@@ -220,8 +228,6 @@ class KVCache:
     def _steps_by_row(self, slots: list[int], positions: list[int]) -> Attend:
         """On the CPU values are at hand, so each slot is read up to its own length: less to read,
         and the bits of a row cannot depend on how long the other rows are."""
-        if max(positions) >= self.page_size:
-            return self._steps_over_pages(slots, positions)
         rows = [
             self.kv[:, self._table.page_at(slot, 0), :, :, : position + 1].unbind(0)
             for slot, position in zip(slots, positions, strict=True)
@@ -237,24 +243,6 @@ class KVCache:
                 k, v = dequantized(memory, self._dtype).unsqueeze(1).unbind(0)
                 outputs.append(reference.grouped_attention(q_row, k, v))
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-        return attend
-
-    def _steps_over_pages(self, slots: list[int], positions: list[int]) -> Attend:
-        tables = [
-            self.page_table[slot : slot + 1, : self.num_pages_of(position + 1)]
-            for slot, position in zip(slots, positions, strict=True)
-        ]
-        offsets = [position % self.page_size for position in positions]
-
-        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            memory, outputs = self.kv[layer], []
-            for row, table in enumerate(tables):
-                memory[table[0, -1], :, :, offsets[row]] = kv[row]
-                read = self._gather(memory, table)[:, :, :, : positions[row] + 1]
-                k, v = read.unbind(1)
-                outputs.append(reference.grouped_attention(q[row : row + 1], k, v))
-            return torch.cat(outputs)
 
         return attend
 
@@ -289,22 +277,10 @@ class FrameCache:
         """Positions start..start+num_positions-1 of every row; rows are laid out [B, positions]."""
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            num_rows = q.shape[0] // num_positions
-            memory = self.layers[layer][:, :num_rows]
-            new = kv.view(num_rows, num_positions, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
-            memory[:, :, :, start : start + num_positions].copy_(new)
-            if num_positions == 1:
-                return _attend_up_to(memory, q, start)
-            by_position = q.view(num_rows, num_positions, *q.shape[1:]).unbind(1)
-            outputs = [_attend_up_to(memory, q, start + i) for i, q in enumerate(by_position)]
-            return torch.stack(outputs, dim=1).flatten(0, 1)
+            memory = self.layers[layer]
+            return reference_paged.attend_in_frame(q, kv, memory, start, num_positions)
 
         return attend
-
-
-def _attend_up_to(memory: Tensor, q: Tensor, position: int) -> Tensor:
-    k, v = memory[:, :, :, : position + 1].unbind(0)
-    return reference.grouped_attention(q, k, v)
 
 
 def attend_sequence(layer: int, q: Tensor, kv: Tensor) -> Tensor:

@@ -6,17 +6,15 @@ every matrix packed the way its device multiplies fastest once it is loaded (`pa
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from model.config import StackConfig
 from model.kv_cache import Attend
 from ops import reference
+from ops.reference_fp8 import BLOCK, ceil_div
 
 MATRICES = ("wqkv", "wo", "gate_up", "down")  # of a block
-QUANT_BLOCK = 128  # rows and columns of a matrix that share a scale
 
 
 def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -78,7 +76,7 @@ class Block(nn.Module):
         self, name: str, rows: int, columns: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         if self.is_quantised:
-            blocks = math.ceil(rows / QUANT_BLOCK), math.ceil(columns / QUANT_BLOCK)
+            blocks = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
             setattr(self, f"{name}_scale", parameter(*blocks, device=device, dtype=torch.float32))
             dtype = torch.float8_e4m3fn
         setattr(self, name, parameter(rows, columns, device=device, dtype=dtype))

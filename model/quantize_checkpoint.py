@@ -40,10 +40,9 @@ from model.quantized import (
 from model.tensor_files import Entry, fingerprint, row_slices, write_weights
 from model.upload import Stored
 from ops.quantize import quantize_weight
-from ops.reference_fp8 import quantize_mxfp8
+from ops.reference_fp8 import BLOCK, quantize_mxfp8
 
 _PIECE_BYTES = 8 << 20  # of a matrix, in bf16; quantising takes about ten times that
-_ROWS = 128  # of a piece, or a multiple: whole blocks
 _NOT_COPIED = {".safetensors", ".py", ".pth", ".bin"}  # besides the codec's, which is
 
 _QUANTISERS: Mapping[Format, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
@@ -172,7 +171,7 @@ def write_quantized(
     def _quantised_pieces(name: str) -> Iterator[Tensor]:
         shape, sources = plan.targets[name]
         parts: list[Tensor] = []
-        for rows in row_slices(shape, torch.bfloat16.itemsize, _ROWS, _PIECE_BYTES):
+        for rows in row_slices(shape, torch.bfloat16.itemsize, BLOCK, _PIECE_BYTES):
             weight = _rows_of(sources, rows).bfloat16()
             check_finite(plan.path, [(name, weight)])
             data, scale = _QUANTISERS[plan.quantization.format](weight)

@@ -26,6 +26,7 @@ import torch
 
 from model.errors import CheckpointError, ConfigError
 from model.layers import Block
+from ops.reference_fp8 import ceil_div
 
 Format = Literal["bsgemm", "mxfp8"]
 FORMATS: tuple[Format, ...] = ("bsgemm", "mxfp8")
@@ -71,7 +72,7 @@ class Quantization:
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
         """Of a matrix [rows, columns]."""
         block_rows, block_columns = self.weight_block
-        return -(-rows // block_rows), -(-columns // block_columns)
+        return ceil_div(rows, block_rows), ceil_div(columns, block_columns)
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -87,7 +88,7 @@ class Matrix(NamedTuple):
     sources: tuple[str, ...]  # the matrices of an unquantised checkpoint that it is, row after row
 
 
-MATRICES = (
+_MATRICES = (
     Matrix("wqkv", "attention.wqkv.weight", ("attention.wqkv.weight",)),
     Matrix("wo", "attention.wo.weight", ("attention.wo.weight",)),
     Matrix(
@@ -102,7 +103,7 @@ SPLIT_WQKV = ("attention.wq.weight", "attention.wk.weight", "attention.wv.weight
 
 def matrix_shapes(block: Block) -> Iterator[tuple[Matrix, tuple[int, int]]]:
     """The matrices of a block and their shapes [out, in]."""
-    for matrix in MATRICES:
+    for matrix in _MATRICES:
         rows, columns = getattr(block, matrix.attribute).shape
         yield matrix, (rows, columns)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ops import reference
 from ops.fp8_rows import KvRows, dequantized
+from ops.reference_fp8 import ceil_div
 
 
 def rotate_heads(
@@ -60,7 +61,7 @@ def paged_attention(
     page_size, outputs = pages.shape[3], []
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         length = position + 1
-        used = page_table[slot, : -(-length // page_size)].long()
+        used = page_table[slot, : ceil_div(length, page_size)].long()
         read = dequantized(pages[used], q.dtype)
         kv = read.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
         k, v = kv.unsqueeze(1).unbind(0)
@@ -87,9 +88,17 @@ def frame_attention(
     Returns:
         [R * num_positions, H, D].
     """
-    num_kv_heads, num_rows = memory.shape[2], qkv.shape[0] // num_positions
+    num_rows = qkv.shape[0] // num_positions
     turns = rope[start : start + num_positions].repeat(num_rows, 1, 1)
-    q, kv = rotate_heads(qkv, qk_norm, eps, turns, num_kv_heads)
+    q, kv = rotate_heads(qkv, qk_norm, eps, turns, num_kv_heads=memory.shape[2])
+    return attend_in_frame(q, kv, memory, start, num_positions)
+
+
+def attend_in_frame(
+    q: Tensor, kv: Tensor, memory: Tensor, start: int, num_positions: int
+) -> Tensor:
+    """`frame_attention` of queries [R * num_positions, H, D] and their [.., 2, H_kv, D]."""
+    num_rows = q.shape[0] // num_positions
     held = memory[:, :num_rows]
     new = kv.view(num_rows, num_positions, *kv.shape[1:]).permute(2, 0, 3, 1, 4)
     held[:, :, :, start : start + num_positions].copy_(new)
@@ -97,4 +106,4 @@ def frame_attention(
     for idx, q_at in enumerate(q.view(num_rows, num_positions, *q.shape[1:]).unbind(1)):
         k, v = held[:, :, :, : start + idx + 1].unbind(0)
         outputs.append(reference.grouped_attention(q_at, k, v))
-    return torch.stack(outputs, dim=1).flatten(0, 1)
+    return outputs[0] if num_positions == 1 else torch.stack(outputs, dim=1).flatten(0, 1)

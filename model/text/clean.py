@@ -36,6 +36,7 @@ _READ_BY_TRANSLITERATION = (
 )  # fmt: skip
 _SAME_SCRIPT = {"MODIFIER": "LATIN", "KATAKANA-HIRAGANA": "KATAKANA"}
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_MAX_LISTED = 8
 
 
 class Warnings:
@@ -51,9 +52,10 @@ class Warnings:
         return tuple(f"{kind}: {_listed(list(found))}" for kind, found in self._found.items())
 
 
-def _listed(items: list[str], most: int = 8) -> str:
-    shown = ", ".join(ascii_safe(item) for item in items[:most])
-    return shown + (f" and {len(items) - most} more" if len(items) > most else "")
+def _listed(items: list[str]) -> str:
+    shown = ", ".join(ascii_safe(item) for item in items[:_MAX_LISTED])
+    more = len(items) - _MAX_LISTED
+    return shown + (f" and {more} more" if more > 0 else "")
 
 
 def ascii_safe(item: str) -> str:
