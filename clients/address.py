@@ -66,9 +66,15 @@ def refusal(body: bytes) -> tuple[str | None, str]:
         return None, text.strip()[:300]
 
 
-def retry_after_s(header: str | None) -> float | None:
-    """`Retry-After` in seconds; None if there is none, or it is a date."""
-    return float(header) if header is not None and header.isdecimal() else None
+def refused(what: str, status: int, body: bytes, retry_after: str | None) -> ConnectionFailed:
+    """The error of a refusal, with what the server says, and when to come back if it says that."""
+    _, said = refusal(body)
+    is_known = retry_after is not None and retry_after.isdecimal()  # else none, or a date
+    return ConnectionFailed(
+        f"the server refused {what} with status {status}" + (f": {said}" if said else ""),
+        status=status,
+        retry_after_s=float(retry_after) if retry_after and is_known else None,
+    )
 
 
 def _split(url: str) -> SplitResult:

@@ -1,5 +1,6 @@
 """What callers pass in, refused in words before anything is sent: what was got, what is expected."""
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,11 @@ def expect(is_valid: bool, param: str, got: object, expected: str) -> None:
 def is_from(least: float, value: object) -> bool:
     """Whether it is a number, and not below `least`."""
     return isinstance(value, int | float) and value >= least
+
+
+def check_ssl_context(ssl_context: ssl.SSLContext | None) -> None:
+    is_valid = ssl_context is None or isinstance(ssl_context, ssl.SSLContext)
+    expect(is_valid, "ssl_context", ssl_context, "an ssl.SSLContext, or None")
 
 
 @contextmanager

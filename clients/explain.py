@@ -3,7 +3,7 @@
 import os
 import re
 import ssl
-from http.client import RemoteDisconnected
+from http.client import HTTPException
 from urllib.error import URLError
 
 from websockets.exceptions import InvalidMessage
@@ -13,7 +13,7 @@ from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _OTHER_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 _PLAIN_ANSWERS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")  # what OpenSSL says of plain text
-_NO_HTTP = (RemoteDisconnected, InvalidMessage)  # the other end closed, or said something else
+_NO_HTTP = (HTTPException, InvalidMessage)  # the other end closed, or said something else
 
 
 def cause(error: Exception) -> str:
@@ -29,7 +29,8 @@ def cause(error: Exception) -> str:
     numbers = dict.fromkeys(_NUMBER.findall(str(reason)))
     if numbers:
         return ", ".join(os.strerror(int(number)).lower() for number in numbers)
-    return getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+    said = getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+    return " ".join(said.split())[:200]
 
 
 def _unwrapped(error: Exception) -> BaseException | str:

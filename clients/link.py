@@ -11,7 +11,7 @@ from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.typing import Subprotocol
 
-from clients.address import is_loopback, refusal, retry_after_s
+from clients.address import is_loopback, refused
 from clients.explain import no_connection
 from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
 from clients.turn import Turn
@@ -145,17 +145,8 @@ async def _open_websocket(
             proxy=None if is_loopback(address) else True,
         )
     except InvalidStatus as error:
-        raise _refused(error) from None
+        answer = error.response
+        body, retry_after = bytes(answer.body or b""), answer.headers.get("Retry-After")
+        raise refused("the session", answer.status_code, body, retry_after) from None
     except (OSError, WebSocketException) as error:
         raise ConnectionFailed(no_connection(address, error)) from None
-
-
-def _refused(error: InvalidStatus) -> ConnectionFailed:
-    response = error.response
-    _, said = refusal(bytes(response.body or b""))
-    return ConnectionFailed(
-        f"the server refused the session with status {response.status_code}"
-        + (f": {said}" if said else ""),
-        status=response.status_code,
-        retry_after_s=retry_after_s(response.headers.get("Retry-After")),
-    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from weakref import WeakSet
 
 from clients.address import key_headers, websocket_url
-from clients.checks import expect, is_from, valid_message
+from clients.checks import check_ssl_context, expect, is_from, valid_message
 from clients.interruption import Interruption, interrupt
 from clients.link import Link, open_link
 from clients.protocol import ClientProtocol, SessionEvent
@@ -343,8 +343,7 @@ def connect(  # noqa: PLR0913 - what a session can be told
     expect(is_from(0, open_timeout_s), "open_timeout_s", open_timeout_s, "seconds from 0 on")
     how = "connect(url, reconnect=Reconnect())"
     expect(isinstance(reconnect, Reconnect), "reconnect", reconnect, f"a Reconnect: {how}")
-    is_context = ssl_context is None or isinstance(ssl_context, ssl.SSLContext)
-    expect(is_context, "ssl_context", ssl_context, "an ssl.SSLContext, or None")
+    check_ssl_context(ssl_context)
     with valid_message():
         start = SessionStart(
             voice=voice, prompt=prompt, format=format, sampling=sampling, max_lead_ms=max_lead_ms

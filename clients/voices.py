@@ -1,21 +1,27 @@
-"""A server's voices over HTTP: list, add from a clip, delete. Blocking, standard library only.
+"""A server's voices over HTTP: list, add from a clip, delete. Blocking.
 
 `ssl_context` is for an https server whose certificate this machine does not trust.
 """
 
-import json
 import secrets
 import ssl
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from clients.address import http_url, key_headers, refusal, retry_after_s
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from clients.address import http_url, key_headers, refusal, refused
+from clients.checks import check_ssl_context
 from clients.explain import no_connection
 from realtime.errors import ConnectionFailed, PlosiveError, VoiceError
+from realtime.wire import shorten
 
 PATH = "/v1/voices"
 
@@ -29,6 +35,15 @@ class Voice:
     duration_s: float = 0.0
     is_builtin: bool = False
     is_default: bool = False
+    warnings: Sequence[str] = ()  # of `add_voice`: what would make it a better one
+
+
+_VOICE = TypeAdapter(Voice)
+
+
+class _Voices(BaseModel):
+    voices: list[Voice]
+    default: str | None = None
 
 
 def list_voices(
@@ -39,39 +54,44 @@ def list_voices(
     Raises:
         ConnectionFailed: the server cannot be reached, or refused the key.
     """
-    answer = _request("GET", url, PATH, api_key, ssl_context)
-    return [
-        _voice({**fields, "is_default": fields["name"] == answer.get("default")})
-        for fields in answer["voices"]
-    ]
+    body = _request("GET", url, PATH, api_key, ssl_context)
+    with _readable(url):
+        answer = _Voices.model_validate_json(body)
+    return [replace(voice, is_default=voice.name == answer.default) for voice in answer.voices]
 
 
 def add_voice(
     url: str,
     name: str,
-    clip: Path,
+    clip: Path | str,
     text: str,
     *,
     api_key: str | None = None,
     ssl_context: ssl.SSLContext | None = None,
 ) -> Voice:
-    """Add a voice from a recording, in any common audio format, and what is said in it.
+    """Add a voice from a recording, in any common audio format, and what is said in it, word for
+    word. 10 to 30 s of one person who speaks clearly are good; a short clip, or a text that hardly
+    belongs to it, is answered with `warnings`.
 
     Raises:
         VoiceError: the name is taken or not valid, or the clip cannot be used; it says why.
         ConnectionFailed: the server cannot be reached, refused the key, or is busy (`retry_after_s`).
         OSError: the clip cannot be read.
     """
+    if not isinstance(clip, Path | str):
+        why = f"clip: got {shorten(clip)}, expected the path of an audio file"
+        raise VoiceError("invalid_clip", why, param="file")
     boundary = secrets.token_hex(16)
     parts = [
-        _part(boundary, 'name="name"', name.encode()),
-        _part(boundary, 'name="text"', text.encode()),
-        _part(boundary, 'name="file"; filename="clip"', clip.read_bytes()),
+        _part(boundary, 'name="name"', _encoded("name", name)),
+        _part(boundary, 'name="text"', _encoded("text", text)),
+        _part(boundary, 'name="file"; filename="clip"', Path(clip).read_bytes()),
         f"--{boundary}--\r\n".encode(),
     ]
     content_type = f"multipart/form-data; boundary={boundary}"
-    body = b"".join(parts)
-    return _voice(_request("POST", url, PATH, api_key, ssl_context, body, content_type))
+    body = _request("POST", url, PATH, api_key, ssl_context, b"".join(parts), content_type)
+    with _readable(url):
+        return _VOICE.validate_json(body)
 
 
 def delete_voice(
@@ -87,12 +107,16 @@ def delete_voice(
         VoiceError: there is none of that name, or it is built in.
         ConnectionFailed: the server cannot be reached, or refused the key.
     """
-    _request("DELETE", url, f"{PATH}/{quote(name, safe='')}", api_key, ssl_context)
+    path = f"{PATH}/{quote(_encoded('name', name), safe='')}"
+    _request("DELETE", url, path, api_key, ssl_context)
 
 
-def _voice(fields: dict[str, Any]) -> Voice:
-    known = {name: fields[name] for name in Voice.__dataclass_fields__ if name in fields}
-    return Voice(**known)
+def _encoded(param: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except (AttributeError, UnicodeError):
+        why = f"{param}: got {shorten(text)}, expected a string of whole characters"
+        raise VoiceError("invalid_voice", why, param=param) from None
 
 
 def _part(boundary: str, disposition: str, content: bytes) -> bytes:
@@ -108,30 +132,41 @@ def _request(
     ssl_context: ssl.SSLContext | None,
     body: bytes | None = None,
     content_type: str = "",
-) -> dict[str, Any]:
+) -> bytes:
+    check_ssl_context(ssl_context)
     request = urllib.request.Request(
         http_url(url, path), data=body, headers=key_headers(api_key), method=method
     )
     if content_type:
         request.add_header("Content-Type", content_type)
     try:
-        with urllib.request.urlopen(request, timeout=60, context=ssl_context) as response:
-            text = response.read()
-    except urllib.error.HTTPError as error:
-        with error:
-            raise _refused(error) from None
-    except OSError as error:
+        with _response(request, ssl_context) as response:
+            answer: bytes = response.read()
+    except (OSError, HTTPException) as error:
         raise ConnectionFailed(no_connection(url, error)) from None
-    answer: dict[str, Any] = json.loads(text) if text else {}
+    if response.status >= 300:
+        raise _refused(response.status, answer, response.headers.get("Retry-After"))
     return answer
 
 
-def _refused(error: urllib.error.HTTPError) -> PlosiveError:
-    code, message = refusal(error.read())
-    if code is not None and error.code not in (401, 429, 503):
+def _response(request: urllib.request.Request, ssl_context: ssl.SSLContext | None) -> Any:
+    try:
+        return urllib.request.urlopen(request, timeout=60, context=ssl_context)
+    except urllib.error.HTTPError as refusal:  # it is the response as well
+        return refusal
+
+
+@contextmanager
+def _readable(url: str) -> Iterator[None]:
+    try:
+        yield
+    except ValidationError:
+        why = f"{url} answers, but not as a Plosive server does: expected its voices as JSON"
+        raise ConnectionFailed(why) from None
+
+
+def _refused(status: int, body: bytes, retry_after: str | None) -> PlosiveError:
+    code, message = refusal(body)
+    if code is not None and status not in (401, 429, 503):
         return VoiceError(code, message)
-    return ConnectionFailed(
-        f"the server refused with status {error.code}: {message}",
-        status=error.code,
-        retry_after_s=retry_after_s(error.headers.get("Retry-After")),
-    )
+    return refused("the request", status, body, retry_after)

@@ -13,7 +13,7 @@ from realtime.errors import CapacityError, VoiceError
 from realtime.pingpong.api import Engine
 from realtime.pingpong.messages import VoicePrompt
 from realtime.slow_bodies import discard_body
-from realtime.voices import VoiceStore
+from realtime.voices import VoiceStore, clip_warnings
 
 PATH = "/v1/voices"
 _MAX_WAITING = 4  # uploads that are being read or wait for the one that is encoded
@@ -65,10 +65,12 @@ class VoiceRoutes:
     async def _encode(self, name: str, text: str, clip: bytes) -> dict[str, object]:
         def work() -> dict[str, object]:
             codes = self._engine.encode_voice(clip, self._config.max_clip_s)
+            warnings = clip_warnings(text, codes.shape[1] / self._engine.info.frame_rate_hz)
             self._engine.check_voice(VoicePrompt(name, text, codes))
-            return self._voices.add(name, text, codes).as_dict()
+            info = self._voices.add(name, text, codes)
+            return self._describe(info.as_dict()) | {"warnings": warnings}
 
-        return self._describe(await asyncio.get_running_loop().run_in_executor(self._worker, work))
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
 
     async def _read_form(self, form: FormData) -> tuple[str, str, bytes]:
         name, text, clip = form.get("name"), form.get("text"), form.get("file")

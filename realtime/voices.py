@@ -24,6 +24,10 @@ from realtime.pingpong.messages import VoicePrompt
 MAX_NAME_CHARS = 64
 MAX_TEXT_CHARS = 2_000
 NO_REFERENCE = "default"
+SHORT_CLIP_S = 3.0  # a voice is heard from less, but hardly followed
+# Nobody speaks 60 letters a second; hurried speech has 20 to 25, slow Chinese 3.
+MAX_CHARS_PER_S = 100
+USUAL_CHARS_PER_S = (2, 30)
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _log = logging.getLogger(__name__)
@@ -190,6 +194,30 @@ class VoiceStore:
                 f"expected int32 [{self._num_codebooks}, T]",
             )
         return codes
+
+
+def clip_warnings(text: str, duration_s: float, param: str = "text") -> list[str]:
+    """What is wrong with a clip and its transcript that can be used all the same, a sentence each.
+
+    Raises:
+        VoiceError: `invalid_voice`, where the clip cannot hold so much text.
+    """
+    num_chars = len(text.strip())
+    got = f"{param}: got {num_chars:,} characters for {duration_s:.1f} s of speech"
+    expected = "expected what is said in the clip, word for word"
+    if num_chars > MAX_CHARS_PER_S * duration_s:
+        raise VoiceError("invalid_voice", f"{got}, more than can be said; {expected}", param=param)
+    warnings = []
+    if duration_s < SHORT_CLIP_S:
+        warnings.append(
+            f"the clip holds {duration_s:.1f} s of speech; 10 to 30 s of one person who speaks "
+            "clearly make a better voice"
+        )
+    fewest, most = USUAL_CHARS_PER_S
+    if not fewest * duration_s <= num_chars <= most * duration_s:
+        much = "little" if num_chars < fewest * duration_s else "much"
+        warnings.append(f"{got}, which is {much}; {expected}, or the voice says wrong words")
+    return warnings
 
 
 def check_voices_dir(folder: Path) -> None:

@@ -19,7 +19,7 @@ from realtime.errors import CapacityError, PlosiveError, VoiceError
 from realtime.pingpong.api import Engine
 from realtime.pingpong.messages import VoicePrompt
 from realtime.session.boundaries import SPEAKER_TAG
-from realtime.voices import MAX_TEXT_CHARS, VoiceStore
+from realtime.voices import MAX_TEXT_CHARS, VoiceStore, clip_warnings
 
 # Of Fish's own service; LiveKit's plugin asks for it where nobody chooses a voice.
 _FISH_DEFAULT = "933563129e564b19a115bedd57b7406a"
@@ -129,7 +129,9 @@ class Voices:
         parts: list[NDArray[np.int32]] = []
         for reference in references:
             codes = self._engine.encode_voice(reference.audio, left_s)
-            left_s -= codes.shape[1] / self._engine.info.frame_rate_hz
+            duration_s = codes.shape[1] / self._engine.info.frame_rate_hz
+            clip_warnings(reference.text, duration_s, "references")  # raises what is impossible
+            left_s -= duration_s
             parts.append(codes)
         text = "\n".join(reference.text.strip() for reference in references)
         voice = VoicePrompt(name, text, np.concatenate(parts, axis=1))

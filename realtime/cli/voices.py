@@ -21,8 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action", nargs="?", choices=("list", "add", "delete"), default="list", help="default: list"
     )
     parser.add_argument("name", nargs="?", help="of the voice to add or delete")
-    parser.add_argument("--clip", type=Path, metavar="FILE", help="add: a recording of the voice")
-    parser.add_argument("--text", help="add: what is said in the recording")
+    parser.add_argument(
+        "--clip",
+        type=Path,
+        metavar="FILE",
+        help="add: a recording of the voice, 10 to 30 s of clear speech",
+    )
+    parser.add_argument("--text", help="add: what is said in the recording, word for word")
     parser.add_argument(
         "--url",
         help=f"the server (default: $PLOSIVE_URL, or else {DEFAULT_URL})",
@@ -70,6 +75,8 @@ def _run(args: argparse.Namespace) -> None:
     if args.action == "add":
         voice = add_voice(args.url, args.name, args.clip, args.text, api_key=args.api_key)
         print(f"added {voice.name} ({voice.duration_s:.1f} s)")
+        for warning in voice.warnings:
+            print(f"plosive voices: warning: {warning}", file=sys.stderr)
     elif args.action == "delete":
         delete_voice(args.url, args.name, api_key=args.api_key)
         print(f"deleted {args.name}")

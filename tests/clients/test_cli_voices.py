@@ -28,6 +28,9 @@ async def test_voices_list(capsys) -> None:
     assert [line.split()[:2] for line in lines] == [["ann", "default"], ["bob", "built"]]
 
 
+ADDED = {"name": "eve", "duration_s": 1.5, "new_field": 1, "warnings": ["it is short"]}
+
+
 class VoiceHandler(BaseHTTPRequestHandler):
     """Adds `eve`, and has no other voice to delete; whoever lists them has not the right key."""
 
@@ -35,7 +38,7 @@ class VoiceHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.uploads.append(self.rfile.read(int(self.headers["Content-Length"])))
-        self.answer(201, {"name": "eve", "text": "hi", "duration_s": 1.5, "new_field": 1})
+        self.answer(201, ADDED)
 
     def do_GET(self) -> None:
         self.answer(401, json.loads(MISSING_KEY))
@@ -73,7 +76,9 @@ def test_voices_add_and_delete(voice_server, tmp_path, capsys) -> None:
     words = ("add", "eve", "--clip", str(clip), "--text", "hi", "--url", voice_server)
     assert run(voices, *words) == 0
     assert run(voices, "delete", "eve", "--url", voice_server) == 0
-    assert capsys.readouterr().out == "added eve (1.5 s)\ndeleted eve\n"
+    output = capsys.readouterr()
+    assert output.out == "added eve (1.5 s)\ndeleted eve\n"
+    assert output.err == "plosive voices: warning: it is short\n"
     assert clip.read_bytes() in VoiceHandler.uploads[0]
     assert run(voices, "delete", "bob", "--url", voice_server) == 1
     assert capsys.readouterr().err == "plosive voices: no voice 'bob'\n"

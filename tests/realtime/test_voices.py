@@ -166,6 +166,9 @@ def test_a_model_without_voices_speaks_without_a_reference(tmp_path: Path) -> No
 # ---------------------------------------------------------------------------- over HTTP
 
 
+SHORT = "the clip holds 1.0 s of speech; 10 to 30 s of one person who speaks clearly make a better voice"
+
+
 def clip(duration_s: float = 1.0, level: int = 8_000) -> bytes:
     out = io.BytesIO()
     with wave.open(out, "wb") as wav:
@@ -193,6 +196,7 @@ async def test_add_use_and_delete(tmp_path: Path) -> None:
             "num_frames": 25,
             "is_builtin": False,
             "duration_s": 1.0,
+            "warnings": [SHORT],
         }
         async with session(served, voice="mine") as client:
             assert client.heard.of(wire.SessionReady)[0].voice == "mine"
@@ -201,6 +205,27 @@ async def test_add_use_and_delete(tmp_path: Path) -> None:
         listed = (await http.get("/v1/voices")).json()
         assert listed["default"] == "tone"
         assert [voice["name"] for voice in listed["voices"]] == ["tone"]
+
+
+async def test_a_clip_that_is_short_or_not_its_text_is_taken_with_a_warning(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, served.http() as http:
+        for duration_s, text, said in (
+            (4.0, "what I said, word for word, in four seconds", []),
+            (4.0, "几个字的一句话说得很慢", []),
+            (0.6, "yes, it is", ["the clip holds 0.6 s of speech"]),
+            (20.0, "one", ["text: got 3 characters for 20.0 s of speech, which is little"]),
+            (4.0, "x" * 200, ["text: got 200 characters for 4.0 s of speech, which is much"]),
+        ):
+            response = await add(http, data=clip(duration_s), text=text)
+            assert response.status_code == 201
+            warnings = response.json()["warnings"]
+            assert [
+                warning[: len(start)] for warning, start in zip(warnings, said, strict=True)
+            ] == said
+            await http.delete("/v1/voices/mine")
+        response = await add(http, data=clip(2.0), text="x" * 400)
+        assert response.status_code == 400
+        assert "400 characters for 2.0 s of speech, more than can be said" in response.text
 
 
 async def test_clips_that_cannot_be_used(tmp_path: Path) -> None:
