@@ -38,39 +38,14 @@ FLAT_SCHEMA = "dual_ar"
 
 # Fields that real checkpoints carry and that change nothing in inference.
 _INERT_FIELDS = (
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "model_type",
-    "initializer_range",
-    "use_gradient_checkpointing",
-    "is_reward_model",
-    "dropout",
-    "num_experts",
-    "num_experts_per_tok",
-    "norm_topk_prob",
-    "moe_intermediate_size",
-    "use_aux_loss_free",
-    "router_gamma",
-    "audio_embed_dim",
-    "audio_hidden_dim",
-    "bos_token_id",
-    "pad_token_id",
-    "audio_pad_token_id",
-    "use_cache",
-    "chunk_size_feed_forward",
-    "id2label",
-    "label2id",
-    "is_decoder",
-    "is_encoder_decoder",
-    "output_attentions",
-    "output_hidden_states",
-    "problem_type",
-    "return_dict",
-)
+    "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version",
+    "model_type", "initializer_range", "use_gradient_checkpointing", "is_reward_model", "dropout",
+    "num_experts", "num_experts_per_tok", "norm_topk_prob", "moe_intermediate_size",
+    "use_aux_loss_free", "router_gamma", "audio_embed_dim", "audio_hidden_dim", "bos_token_id",
+    "pad_token_id", "audio_pad_token_id", "use_cache", "chunk_size_feed_forward", "id2label",
+    "label2id", "is_decoder", "is_encoder_decoder", "output_attentions", "output_hidden_states",
+    "problem_type", "return_dict",
+)  # fmt: skip
 # Fields that others read: the codec, the server, `model.quantized`.
 _OTHERS_FIELDS = ("codec_config", "plosive", "plosive_quantization")
 
@@ -250,17 +225,8 @@ def _from_nested(data: Mapping[str, Any]) -> DualARConfig:
     slow = _stack(text, "", "n_layer", None, None)
     num_codebooks = audio.integer("num_codebooks")
     audio.expect("text_dim", slow.dim)
-    config = DualARConfig(
-        slow=slow,
-        fast=_stack(audio, "", "n_layer", slow, num_codebooks + 1),
-        vocab_size=text.integer("vocab_size"),
-        num_codebooks=num_codebooks,
-        codebook_size=audio.integer("vocab_size"),
-        tie_word_embeddings=text.flag("tie_word_embeddings", True),
-        semantic_begin_id=top.id("semantic_start_token_id"),
-        semantic_end_id=top.id("semantic_end_token_id"),
-        end_id=top.id("eos_token_id"),
-    )
+    fast = _stack(audio, "", "n_layer", slow, num_codebooks + 1)
+    config = _config(top, text, slow, fast, num_codebooks, audio.integer("vocab_size"))
     top.ignore("audio_encoder_config", "tie_word_embeddings")
     text.ignore("eos_token_id")
     audio.ignore("eos_token_id", "max_seq_len", "tie_word_embeddings")
@@ -277,19 +243,31 @@ def _from_flat(data: Mapping[str, Any]) -> DualARConfig:
     fields.expect("share_codebook_embeddings", True)
     slow = _stack(fields, "", "n_layer", None, None)
     num_codebooks = fields.integer("num_codebooks")
-    config = DualARConfig(
-        slow=slow,
-        fast=_stack(fields, "fast_", "n_fast_layer", slow, num_codebooks + 1),
-        vocab_size=fields.integer("vocab_size"),
-        num_codebooks=num_codebooks,
-        codebook_size=fields.integer("codebook_size"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", True),
-        semantic_begin_id=fields.id("semantic_start_token_id"),
-        semantic_end_id=fields.id("semantic_end_token_id"),
-        end_id=fields.id("eos_token_id"),
-    )
+    fast = _stack(fields, "fast_", "n_fast_layer", slow, num_codebooks + 1)
+    config = _config(fields, fields, slow, fast, num_codebooks, fields.integer("codebook_size"))
     _close(fields)
     return config
+
+
+def _config(
+    top: Fields,
+    text: Fields,
+    slow: StackConfig,
+    fast: StackConfig,
+    num_codebooks: int,
+    codebook_size: int,
+) -> DualARConfig:
+    return DualARConfig(
+        slow=slow,
+        fast=fast,
+        vocab_size=text.integer("vocab_size"),
+        num_codebooks=num_codebooks,
+        codebook_size=codebook_size,
+        tie_word_embeddings=text.flag("tie_word_embeddings", True),
+        semantic_begin_id=top.id("semantic_start_token_id"),
+        semantic_end_id=top.id("semantic_end_token_id"),
+        end_id=top.id("eos_token_id"),
+    )
 
 
 def _close(top: Fields, *others: Fields) -> None:

@@ -33,6 +33,17 @@ S2_SEMANTIC_BEGIN = 151678
 
 _PLAIN_LINEARS = {"attention_qkv_bias": False, "attention_o_bias": False}
 
+_S2_STACK = {
+    "dim": 2560,
+    "n_head": 32,
+    "n_local_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 9728,
+    "rope_base": 1_000_000,
+    "norm_eps": 1e-6,
+    **_PLAIN_LINEARS,
+}
+
 _S2_PRO: Mapping[str, Any] = {
     "architectures": ["FishQwen3OmniForCausalLM"],
     "model_type": NESTED_SCHEMA,
@@ -46,32 +57,18 @@ _S2_PRO: Mapping[str, Any] = {
         "model_type": "fish_qwen3",
         "vocab_size": 155776,
         "n_layer": 36,
-        "dim": 2560,
-        "n_head": 32,
-        "n_local_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "rope_base": 1_000_000,
-        "norm_eps": 1e-6,
+        **_S2_STACK,
         "max_seq_len": 32768,
         "attention_qk_norm": True,
-        **_PLAIN_LINEARS,
         "tie_word_embeddings": True,
     },
     "audio_decoder_config": {
         "model_type": "fish_qwen3_audio_decoder",
         "vocab_size": 4096,
         "n_layer": 4,
-        "dim": 2560,
-        "n_head": 32,
-        "n_local_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 9728,
-        "rope_base": 1_000_000,
-        "norm_eps": 1e-6,
+        **_S2_STACK,
         "max_seq_len": 11,
         "attention_qk_norm": False,
-        **_PLAIN_LINEARS,
         "tie_word_embeddings": False,
         "text_dim": 2560,
         "num_codebooks": 10,

@@ -15,11 +15,11 @@ MAX_THREADS = 8
 
 
 def num_places() -> int:
-    """Results of `in_order` that exist at a time."""
+    """Results of `map_in_order` that exist at a time."""
     return min(MAX_THREADS, len(os.sched_getaffinity(0))) + 1
 
 
-def in_order(
+def map_in_order(
     function: Callable[[ItemT, int], ResultT], items: Iterable[ItemT]
 ) -> Generator[ResultT, None, None]:
     """`map`, whose next few results are being made while one is used.

@@ -21,7 +21,7 @@ from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.geometries import config_json
 from model.loader import placements
-from model.parallel import in_order, num_places
+from model.parallel import map_in_order, num_places
 from model.random_model import RandomModel, codec_config
 from model.random_weights import RandomWeights, bf16_row_slices, draw_codec_weight, draw_rows
 from model.tensor_files import PIECE_BYTES, Entry, write_weights
@@ -90,7 +90,7 @@ def write_checkpoint(
         draw_rows(plan.names[entry.name], entry.shape, rows, plan.config, made_up.seed, out)
         return out
 
-    with closing(in_order(draw, tasks)) as drawn:
+    with closing(map_in_order(draw, tasks)) as drawn:
 
         def pieces(entry: Entry) -> Iterator[Tensor]:
             return islice(drawn, sum(1 for _ in bf16_row_slices(entry.shape)))

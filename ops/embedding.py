@@ -35,15 +35,19 @@ def embed_rows(
     Returns:
         [M, C].
     """
-    if rows.device.type != "cuda":
-        return _definition(rows, slots, embeddings, codebook_embeddings, semantic_ids)
     num_codebooks, dim = rows.shape[1] - 1, embeddings.shape[1]
+    codebook_size = codebook_embeddings.shape[0] // num_codebooks
+    if rows.device.type != "cuda":
+        chosen = rows if slots is None else rows[slots]
+        offsets = torch.arange(num_codebooks, dtype=torch.int32, device=rows.device)[:, None]
+        tables = (embeddings, codebook_embeddings, offsets * codebook_size)
+        return reference.embed_rows(chosen.t(), *tables, *semantic_ids)
     assert rows.dtype == torch.int32 and rows.is_contiguous(), (rows.dtype, rows.stride())
     assert embeddings.dtype == codebook_embeddings.dtype == torch.bfloat16, embeddings.dtype
     assert dim % 8 == 0, dim
     num_rows = len(rows) if slots is None else len(slots)
     out = embeddings.new_empty(num_rows, dim)
-    sizes = (codebook_embeddings.shape[0] // num_codebooks, *semantic_ids)
+    sizes = (codebook_size, *semantic_ids)
     nvrtc.kernel("embedding.cu", "embed_rows", defines={"NUM_CODEBOOKS": num_codebooks}).launch(
         (num_rows,),
         (_THREADS,),
@@ -54,19 +58,3 @@ def embed_rows(
         ],
     )
     return out
-
-
-def _definition(
-    rows: Tensor,
-    slots: Tensor | None,
-    embeddings: Tensor,
-    codebook_embeddings: Tensor,
-    semantic_ids: tuple[int, int],
-) -> Tensor:
-    chosen = rows if slots is None else rows[slots]
-    num_codebooks = rows.shape[1] - 1
-    codebook_size = codebook_embeddings.shape[0] // num_codebooks
-    offsets = torch.arange(num_codebooks, dtype=torch.int32, device=rows.device) * codebook_size
-    return reference.embed_rows(
-        chosen.t(), embeddings, codebook_embeddings, offsets[:, None], *semantic_ids
-    )

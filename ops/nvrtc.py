@@ -113,9 +113,8 @@ class Kernel:
                 driver = _driver()
                 function = _check(driver.cuLibraryGetKernel(library, self._name.encode()))
                 _bind_thread()
-                _check(
-                    driver.cuKernelGetFunction(function)
-                )  # onto the device now, not when captured
+                # Puts it onto the device: now, not when it is captured.
+                _check(driver.cuKernelGetFunction(function))
                 self._handles[device] = driver.CUfunction(int(function))
         return self._handles[device]
 

@@ -26,9 +26,8 @@ def ceil_div(a: int, b: int) -> int:
 
 def _scale_of(amax: Tensor) -> tuple[Tensor, Tensor]:
     """(factor onto the range of e4m3, scale back), both rounded once from `amax`."""
-    factor = torch.full_like(amax, E4M3_MAX) / amax.clamp_min(
-        _MIN_AMAX
-    )  # scalar / x: two roundings
+    top = torch.full_like(amax, E4M3_MAX)  # a number instead would round twice
+    factor = top / amax.clamp_min(_MIN_AMAX)
     return factor, factor.reciprocal()
 
 

@@ -198,9 +198,8 @@ class EgressProcesses:
             self._closing[event.slot.idx] = event
         try:
             self._workers[self._index(event.slot)].link.send(event, is_patient=True)
-        except (
-            LinkClosed
-        ):  # the event loop sees it too; what waits for the slot must not wait forever
+        except LinkClosed:  # the event loop sees it too
+            # What waits for the slot must not wait for ever.
             if isinstance(event, SlotClosed) and self._loop is not None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._close, event.slot.idx)

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from model.parallel import in_order, num_places
+from model.parallel import map_in_order, num_places
 
 
 def test_order_and_places():
@@ -21,7 +21,7 @@ def test_order_and_places():
         return item, place
 
     seen = []
-    for item, place in in_order(work, range(40)):
+    for item, place in map_in_order(work, range(40)):
         seen.append(item)
         assert 0 <= place < num_places()
         with lock:
@@ -35,7 +35,7 @@ def test_an_error_ends_it():
             raise OSError("disk")
         return item
 
-    results = in_order(work, range(100))
+    results = map_in_order(work, range(100))
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OSError, match="disk"):
         next(results)
@@ -43,7 +43,7 @@ def test_an_error_ends_it():
 
 def test_nothing_goes_on_after_it_is_closed():
     started = []
-    with closing(in_order(lambda item, place: started.append(item), range(1000))) as results:
+    with closing(map_in_order(lambda item, place: started.append(item), range(1000))) as results:
         next(results)
     count = len(started)
     assert count <= num_places() + 1
