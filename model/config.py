@@ -24,14 +24,13 @@ Shape letters used in `model/` and `ops/`:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
-from model.json_fields import Fields
+from model.json_fields import Fields, read_json
 
 NESTED_SCHEMA = "fish_qwen3_omni"
 FLAT_SCHEMA = "dual_ar"
@@ -170,17 +169,7 @@ class DualARConfig:
         Raises:
             ConfigError: if the file is missing, is not a JSON object, or does not fit.
         """
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be read ({error.strerror}); expected the config.json of a "
-                "checkpoint"
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"{path}: is not JSON ({error}); download it again") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path}: got a JSON {type(data).__name__}, expected an object")
+        data = read_json(path)
         try:
             return cls.from_dict(data)
         except ConfigError as error:

@@ -5,12 +5,32 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
 
 _MAX_INTEGER = 2**31 - 1
 _MAX_SHOWN = 60  # characters of a value in a complaint
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a config.json.
+
+    Raises:
+        ConfigError: the file is missing, or holds no JSON object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); expected the config.json of a checkpoint"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON ({error}); download it again") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: got a JSON {type(data).__name__}, expected an object")
+    return data
 
 
 class Fields:

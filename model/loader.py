@@ -21,13 +21,9 @@ from model.checkpoint_files import listed, read_state
 from model.config import DualARConfig
 from model.dual_ar import DualAR
 from model.errors import CheckpointError, ConfigError
+from model.json_fields import read_json
 from model.layers import Block, Stack
-from model.quantized import (
-    Matrix,
-    Quantization,
-    matrix_shapes,
-    read_quantization,
-)
+from model.quantized import Matrix, Quantization, matrix_shapes, read_quantization
 from model.tensor_files import row_slices
 from model.upload import Stored, Transfer, upload
 from ops.reference_fp8 import dequantize_mxfp8
@@ -135,11 +131,12 @@ def quantization_of(path: Path) -> Quantization | None:
     Raises:
         ConfigError: config.json cannot be read, or describes what this version does not read.
     """
-    DualARConfig.from_file(path / "config.json")
+    file = path / "config.json"
+    config = read_json(file)
     try:
-        return read_quantization(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        return read_quantization(config)
     except ConfigError as error:
-        raise ConfigError(f"{path / 'config.json'}: {error}") from error
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def complete_config(config: DualARConfig, path: Path, end_id: int | None = None) -> DualARConfig:

@@ -19,6 +19,7 @@ from torch import Tensor
 from model.checkpoint_files import published_name, read_state, weight_files
 from model.config import DualARConfig
 from model.errors import CheckpointError
+from model.json_fields import read_json
 from model.layers import Block, Stack
 from model.loader import (
     COMPUTED,
@@ -102,7 +103,7 @@ def plan_quantization(path: Path, format: Format) -> QuantizePlan:
     state = read_state(path)
     model = new_model(path, config, state, torch.device("meta"), torch.bfloat16)
     fit(path, state, list(placements(model, state)))
-    schema = json.loads((path / "config.json").read_text(encoding="utf-8"))["model_type"]
+    schema = read_json(path / "config.json")["model_type"]
     plan = QuantizePlan(
         path,
         Quantization.of(format, fingerprint(*weight_files(path))),
@@ -184,7 +185,7 @@ def write_quantized(
     for other in plan.others:
         copy = shutil.copytree if other.is_dir() else shutil.copyfile
         copy(other, folder / other.name)
-    config = json.loads((plan.path / "config.json").read_text(encoding="utf-8"))
+    config = read_json(plan.path / "config.json")
     config[CONFIG_FIELD] = description
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 

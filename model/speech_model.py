@@ -1,6 +1,5 @@
 """A checkpoint directory as one object: DualAR, codec, prompt layout, front end, how to serve it."""
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from model.codec import Codec, load_codec, weight_file
 from model.dual_ar import DualAR
 from model.errors import ConfigError
+from model.json_fields import read_json
 from model.loader import load_dual_ar
 from model.prompt import PromptBuilder, load_tokenizer
 from model.random_model import RandomModel, is_random
@@ -146,10 +146,10 @@ def load_speech_model(
     dtype = dtype or (torch.bfloat16 if target.type == "cuda" else torch.float32)
     started_s = time.monotonic()
     made_up = RandomModel.parse(str(path)) if is_random(path) else None
-    if made_up is not None:
-        folder, dual_ar = made_up.small_files(), made_up.dual_ar(target, dtype)
-    else:
+    if made_up is None:
         folder, dual_ar = path, load_dual_ar(path, target, dtype, on_bytes=on_bytes)
+    else:
+        folder, dual_ar = made_up.small_files(), made_up.dual_ar(target, dtype)
     num_bytes = dual_ar.nbytes
     run_as = checked_run_as(run_as, dual_ar)
     if run_as != "eager":
@@ -157,17 +157,18 @@ def load_speech_model(
     if target.type == "cuda":
         torch.cuda.synchronize(target)
     report = LoadReport(num_bytes, time.monotonic() - started_s)
-    serving = read_serving(json.loads((folder / "config.json").read_text("utf-8")))
-    codec_dtype = torch.float32
+    serving = read_serving(read_json(folder / "config.json"))
+    if made_up is None:
+        codec, codec_id = load_codec(path, target, torch.float32), fingerprint(weight_file(path))
+    else:
+        codec, codec_id = made_up.codec(target, torch.float32), str(path)
     return SpeechModel(
         name=name or path.name,
         path=folder,
         device=target,
         dual_ar=dual_ar,
-        codec=made_up.codec(target, codec_dtype)
-        if made_up is not None
-        else load_codec(path, target, codec_dtype),
-        codec_id=str(path) if made_up is not None else fingerprint(weight_file(path)),
+        codec=codec,
+        codec_id=codec_id,
         prompt=PromptBuilder(load_tokenizer(folder), dual_ar.config),
         front_end=FRONT_ENDS[serving.front_end](),
         serving=serving,
