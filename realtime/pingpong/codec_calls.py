@@ -32,7 +32,7 @@ from realtime.pingpong.device import (
 
 CHUNKS = (1, 2, 4, 8)  # frames of a stream per call
 MAX_CALLS = 2  # of a lane in flight: one that runs and one that follows it
-MAX_CALL_FRAMES = 128  # of all streams, where a call has more than one of each: about 3 ms
+MAX_CALL_FRAMES = 128  # of all streams: about 3 ms
 RING_FRAMES = 64  # of a slot that may wait
 _KEY = 16  # a graph's size is its streams * _KEY + frames of each
 
@@ -178,7 +178,7 @@ class CodecRunner:
         )
         self._put = _Words(num_slots, self.place(self.dummy_slot, 0), device)
         self._fresh = _Words(num_slots, self.dummy_slot, device)
-        max_frames = max(num_slots, MAX_CALL_FRAMES)
+        max_frames = MAX_CALL_FRAMES
         batches = {chunk: bucket_sizes(self.max_streams(chunk)) for chunk in chunks}
 
         def lane(priority: int) -> _Lane:
@@ -207,7 +207,7 @@ class CodecRunner:
 
     def max_streams(self, chunk: int) -> int:
         """Of one call with so many frames of each."""
-        return self.dummy_slot if chunk == 1 else min(self.dummy_slot, MAX_CALL_FRAMES // chunk)
+        return min(self.dummy_slot, MAX_CALL_FRAMES // chunk)
 
     def compile(self) -> None:
         """See `GraphSet.compile`. Both lanes launch the same kernels."""

@@ -3,22 +3,19 @@
 The policies are pure functions of leads and times in nanoseconds; the loops bring the clocks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from realtime.pingpong.messages import SlotRef
 
 _LEAST_LEAD_NS = 20_000_000  # what a call, the encoder and the socket may take; no chunk waits then
-_FAR_LEAD_NS = 50_000_000  # of who can wait behind two calls of the largest size
+_FAR_LEAD_NS = 50_000_000  # of who can wait for a call that runs beside decode
+HELD_LEAD_NS = 150_000_000  # with more to hear, PCM may wait to be said with the next
 # Few short prompts cost a step what some more do (`frames.MAX_RIDERS`); in a step's time one turn of 64
 # begins.
 RIDERS_WAIT_NS = 6_000_000
 _MANY_STREAMS = 32  # whom a step's time costs more than a prompt that waits
-# Calls of those far ahead are 128 frames where they wait for that, else 60: 8.7 ms a step instead of 9.1.
-# A turn's last frames wait less: with 8 ms 57.6 of 64 slots spoke, with 2 ms 59.4.
-_TAIL_WAIT_NS = 2_000_000
-_MOST_MORE = 4  # frames beyond the largest chunk
 _DRY_STEPS = 2  # a listener with less in hand than so many steps take is about to run dry
 
 
@@ -143,32 +140,8 @@ class Waiting(NamedTuple):
     lead_ns: int  # of what is decoded, or being decoded
     is_last: bool  # nothing is to be waited for: what follows them is an event
     interval_ns: int  # from one frame to the next, as of late
-    is_tail: bool = (
-        False  # the stream is over with them: a call may decode more, which mean nothing
-    )
-    waited_ns: int = 0  # since the newest came
-
-
-def is_far_ahead(item: Waiting, max_chunk: int) -> bool:
-    """The slot can wait for its call, and that is as large as calls get."""
-    is_large = item.num_frames >= max_chunk or item.is_tail
-    return is_large and item.lead_ns >= _FAR_LEAD_NS
-
-
-def far_call_in_ns(waiting: Mapping[int, Waiting], max_chunk: int, enough: int) -> int:
-    """How long a call of slots that are far ahead is worth waiting for: until there are `enough` frames
-    of them all, unless somebody's turn waits for its end, or a slot falls behind: frames behind a
-    segment's end cannot be called for before it."""
-    if sum(min(item.num_frames, max_chunk) for item in waiting.values()) >= enough:
-        return 0
-    if any(item.num_frames >= max_chunk + _MOST_MORE for item in waiting.values()):
-        return 0
-    if any(item.is_last and not item.is_tail for item in waiting.values()):
-        return 0
-    return min(
-        _TAIL_WAIT_NS - item.waited_ns if item.is_tail else item.lead_ns - 2 * _FAR_LEAD_NS
-        for item in waiting.values()
-    )
+    # The stream is over with them: a call may decode more, which mean nothing.
+    is_tail: bool = False
 
 
 class CallPlan(NamedTuple):
@@ -187,18 +160,24 @@ def next_call(
     *,
     max_chunk: int,
     max_streams: Callable[[int], int],
+    enough: int | None = None,
 ) -> CallPlan:
-    """What the codec decodes next: the slots whose listeners need it first, and with them those
-    that are due for as many frames. Few calls of many frames cost least.
+    """What the codec decodes next: the slots whose listeners need it first, with those that are due
+    for as many frames.
 
     A slot is due when the frames for a chunk twice as large would come too late for its listener.
     So the first packet leaves after the first frame, and a stream with something in hand soon has
     the largest chunks.
 
+    Where a call costs as much as 35 frames of it (S2's codec on an H200: 0.58 ms and 17 us a frame,
+    however they are divided among streams), there are few calls: whoever has frames for one takes
+    part, and many frames are called for though nobody is due.
+
     Args:
         waiting: by slot.
         max_chunk: a power of two.
         max_streams: of one call, by the chunk.
+        enough: frames that are worth a call of their own; None: they cost the same in any call.
     """
     due: dict[int, int] = {}  # slot -> chunk
     waits: list[int] = []
@@ -208,17 +187,21 @@ def next_call(
             due[slot] = chunk
         else:
             waits.append(wait_ns)
-    if not due:
-        return CallPlan(0, [], min(waits) if waits else None)
-    by_deadline = sorted(due, key=lambda slot: waiting[slot].lead_ns)
-    first = by_deadline[0]
-    # Those far ahead take part in calls as large as calls get, with padding at the ends of their turns.
-    chunk = due[first] if waiting[first].lead_ns < _FAR_LEAD_NS else max(due.values())
-    slots = [slot for slot in by_deadline if _fits(waiting[slot], due[slot], chunk)]
-    if chunk < max_chunk:
-        others = waiting.keys() - set(slots)
-        slots += [slot for slot in others if _climbs(waiting[slot], chunk, max_chunk)]
-    return CallPlan(chunk, slots[: max_streams(chunk)], 0)
+    by_deadline = sorted(waiting, key=lambda slot: waiting[slot].lead_ns)
+    first = next((slot for slot in by_deadline if slot in due), None)
+    if first is not None:
+        is_urgent = waiting[first].lead_ns < _FAR_LEAD_NS
+        chunk = due[first] if is_urgent else max(due.values())
+    elif enough is not None and sum(item.num_frames for item in waiting.values()) >= enough:
+        chunk, is_urgent = _fullest_chunk(waiting.values(), max_chunk, max_streams), False
+    else:
+        return CallPlan(0, [], min(waits, default=None))
+    slots = [
+        slot
+        for slot in by_deadline
+        if _fits(waiting[slot], due.get(slot), chunk, can_join=enough is not None)
+    ]
+    return CallPlan(chunk, slots[: max_streams(chunk)], 0, is_urgent)
 
 
 def _chunk_of(item: Waiting, max_chunk: int) -> tuple[int, int]:
@@ -231,20 +214,29 @@ def _chunk_of(item: Waiting, max_chunk: int) -> tuple[int, int]:
     return chunk, item.lead_ns - _enough_ns(2 * chunk - item.num_frames, item.interval_ns)
 
 
-def _climbs(item: Waiting, chunk: int, max_chunk: int) -> bool:
-    """A slot that cannot wait for a chunk of the largest size takes part in smaller ones that are
-    called anyway: some streams more cost a call next to nothing, another call does."""
-    return item.num_frames >= chunk and item.lead_ns < _enough_ns(max_chunk, item.interval_ns)
+def _fits(item: Waiting, wanted: int | None, chunk: int, *, can_join: bool) -> bool:
+    """Whether a slot takes part in a call, not being due if nothing is `wanted`. A tail is padded."""
+    has_frames = item.num_frames >= chunk if can_join else wanted == chunk
+    return has_frames or (item.is_tail and item.num_frames <= chunk)
+
+
+def _fullest_chunk(
+    waiting: Collection[Waiting], max_chunk: int, max_streams: Callable[[int], int]
+) -> int:
+    """Of the calls that could be made, that of the most frames."""
+
+    def num_frames(chunk: int) -> int:
+        num_slots = sum(_fits(item, None, chunk, can_join=True) for item in waiting)
+        return chunk * min(num_slots, max_streams(chunk))
+
+    chunks = [1 << i for i in range(max_chunk.bit_length())]
+    return max(reversed(chunks), key=num_frames)
 
 
 def _enough_ns(num_missing: int, interval_ns: int) -> int:
     """The lead with which so many more frames can be waited for, half as long again as they took
     of late."""
     return _LEAST_LEAD_NS + 3 * num_missing * interval_ns // 2
-
-
-def _fits(item: Waiting, wanted: int, chunk: int) -> bool:
-    return wanted == chunk or (item.is_tail and item.num_frames <= chunk)
 
 
 def _power_of_two(number: int) -> int:

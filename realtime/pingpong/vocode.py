@@ -4,9 +4,9 @@ All that a working engine says passes through this thread, slot by slot in the o
 turn's end never overtakes its last frame. Only the `SlotFailed` of an engine that dies goes past
 it: this thread may be the one that is gone.
 
-A frame is decoded at once while its listener needs it, and together with the next ones while they
-have enough to hear (`pacing.next_call`): more frames per call cost less each. While a call runs the
-thread takes what comes, and who has little to hear is called for next.
+A frame is decoded at once while its listener needs it, and with whoever else has frames, or when
+there are many (`pacing.next_call`): few calls cost least. PCM of who has enough to hear is said
+several frames at a time: those that hear it, process after process, pay by the message.
 """
 
 import time
@@ -31,14 +31,7 @@ from realtime.pingpong.messages import (
     SlotRef,
     TurnBegin,
 )
-from realtime.pingpong.pacing import (
-    CallPlan,
-    PlaybackClock,
-    Waiting,
-    far_call_in_ns,
-    is_far_ahead,
-    next_call,
-)
+from realtime.pingpong.pacing import HELD_LEAD_NS, CallPlan, PlaybackClock, Waiting, next_call
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
 
@@ -58,6 +51,8 @@ class _Voice:
     interval_ns: int = 0
     num_in_flight: int = 0  # frames
     is_urgent: bool = True  # those are
+    held: list[tuple[StepRow, NDArray[np.float32]]] = field(default_factory=list)  # not said yet
+    num_held: int = 0  # frames
     turn: tuple[SlotRef, int] | None = None  # whose frames these are
     # Of that turn alone: its audio may be heard at once, whatever was said before it.
     clock: PlaybackClock = field(default_factory=PlaybackClock)
@@ -111,9 +106,10 @@ class VocodeLoop:
             True: deque(),
             False: deque(),
         }  # urgent or not
+        self._holding: dict[int, _Voice] = {}  # those with PCM that is not said yet
         self._frame_samples = model.codec.frame_samples
         self._may_pad = model.device.type == "cuda"  # elsewhere every frame costs the same
-        self._enough = MAX_CALL_FRAMES if self._may_pad else 1
+        self._enough = MAX_CALL_FRAMES if self._may_pad else None
         self._no_place = self.runner.place(self.runner.dummy_slot, 0)
         self._frame_ns = round(1e9 * model.codec.frame_samples / model.codec.sample_rate)
         self.num_frames = 0
@@ -176,6 +172,7 @@ class VocodeLoop:
         """A turn's first frame: its stream starts again."""
         self._drop_stale(voice)
         self._work_until(lambda: len(voice.queue) == voice.num_events)  # the turn before is over
+        self._say_held(voice)
         voice.num_put = voice.num_called = 0
         voice.is_over = False
         voice.turn, voice.clock = (row.slot, row.turn_id), PlaybackClock()
@@ -228,6 +225,7 @@ class VocodeLoop:
         while plan.slots:
             self._call(plan)
             plan = self._plan()
+        held_ns = self._say_what_is_due()
         self.host_ns += time.perf_counter_ns() - begun_ns
         has_read = False
         for lane in self._in_flight.values():
@@ -241,7 +239,8 @@ class VocodeLoop:
             return 0.0
         if self._in_flight[False]:
             return _POLL_S  # steps that come meanwhile may be urgent
-        return None if plan.due_in_ns is None else plan.due_in_ns / 1e9 + 1e-4
+        due_ns = [ns for ns in (plan.due_in_ns, held_ns) if ns is not None]
+        return min(due_ns) / 1e9 + 1e-4 if due_ns else None
 
     def _is_busy(self) -> bool:
         """A call runs that nobody waits for."""
@@ -266,40 +265,38 @@ class VocodeLoop:
             assert has_worked or is_done(), self._voices
 
     def _plan(self, *, may_wait: bool = True) -> CallPlan:
-        """The next call that may be made now: of who needs it soon, else of those far ahead. Of the one
-        sort two are in flight at most, so that nobody waits for two; of the other one, so that frames
-        that come meanwhile are in the next. Unless it `may_wait` for more of them."""
+        """The next call that may be made now. Of those that somebody waits for two are in flight at
+        most, so that nobody waits for two; of the others one, so that frames that come meanwhile are
+        in the next. Unless it `may_wait` for more frames."""
         now_ns = time.perf_counter_ns()
-        voices = [voice for voice in self._voices if voice.queue]
-        for voice in voices:
+        waiting: dict[int, Waiting] = {}
+        for voice in self._voices:
+            if not voice.queue:
+                continue
             self._drop_stale(voice)
-        soon: dict[int, Waiting] = {}
-        far: dict[int, Waiting] = {}
-        for voice in voices:
             item = self._waiting(voice, now_ns)
             # What is in flight of a stream is in one lane: so its calls are over in their order.
-            if item is None or (voice.num_in_flight and not voice.is_urgent):
-                continue
-            if not is_far_ahead(item, self.runner.max_chunk):
-                soon[voice.idx] = item
-            elif not voice.num_in_flight:
-                far[voice.idx] = item
-        plan = self._next_call(soon)
-        if plan.slots and self.runner.can_call(is_urgent=True):
-            return plan
-        if not far or self._in_flight[False]:
-            return CallPlan(0, [], plan.due_in_ns)
-        # Few streams never have as many.
-        enough = min(self._enough, 2 * len(voices)) if may_wait else 1
-        wait_ns = far_call_in_ns(far, self.runner.max_chunk, enough)
-        if wait_ns <= 0:
-            return self._next_call(far)._replace(is_urgent=False)
-        return CallPlan(0, [], min(wait_ns, wait_ns if plan.due_in_ns is None else plan.due_in_ns))
-
-    def _next_call(self, waiting: dict[int, Waiting]) -> CallPlan:
-        return next_call(
-            waiting, max_chunk=self.runner.max_chunk, max_streams=self.runner.max_streams
+            if item is not None and (voice.is_urgent or not voice.num_in_flight):
+                waiting[voice.idx] = item
+        if not waiting:
+            return CallPlan(0, [], None)
+        enough = self._enough
+        if enough is not None:  # few streams never have as many
+            enough = min(enough, self.runner.max_chunk * len(waiting)) if may_wait else 1
+        plan = next_call(
+            waiting,
+            max_chunk=self.runner.max_chunk,
+            max_streams=self.runner.max_streams,
+            enough=enough,
         )
+        if not plan.slots:
+            return plan
+        if plan.is_urgent:
+            return plan if self.runner.can_call(is_urgent=True) else CallPlan(0, [], None)
+        slots = [idx for idx in plan.slots if not self._voices[idx].num_in_flight]
+        if self._in_flight[False] or not slots:
+            return CallPlan(0, [], None)  # until one of those in flight is read
+        return plan._replace(slots=slots)
 
     def _waiting(self, voice: _Voice, now_ns: int) -> Waiting | None:
         num_frames = voice.num_waiting
@@ -307,15 +304,15 @@ class VocodeLoop:
             return None
         head = voice.queue[0]
         assert isinstance(head, StepRow), head
-        lead_ns = voice.clock.lead_ns(now_ns) + voice.num_in_flight * self._frame_ns
+        num_ahead = voice.num_in_flight + voice.num_held
+        lead_ns = voice.clock.lead_ns(now_ns) + num_ahead * self._frame_ns
         if head.first_frame + head.frame == 0:
             lead_ns = 0
         is_last = len(voice.queue) > num_frames
         is_tail = is_last and voice.is_over and self._may_pad
         if is_tail:  # of the turn, not of a segment before the last one
             is_tail = num_frames == len(voice.queue) - voice.num_events
-        waited_ns = now_ns - voice.put_ns
-        return Waiting(num_frames, lead_ns, is_last, voice.interval_ns, is_tail, waited_ns)
+        return Waiting(num_frames, lead_ns, is_last, voice.interval_ns, is_tail)
 
     def _call(self, plan: CallPlan) -> None:
         rows, places = [], []
@@ -346,12 +343,39 @@ class VocodeLoop:
             if self._slots.is_current(row.slot):
                 # Pinned memory is used again; what the CPU made is the receiver's.
                 heard = samples[: num_frames * self._frame_samples]
-                self._say_frames(row, num_frames, heard.copy() if is_pinned else heard)
-                if voice.turn == (row.slot, row.turn_id):
-                    voice.clock.add(num_frames * self._frame_ns, begun_ns)
+                voice.held.append((row, heard.copy() if is_pinned else heard))
+                voice.num_held += num_frames
+                self._holding[voice.idx] = voice
+                has_enough = voice.clock.lead_ns(begun_ns) >= HELD_LEAD_NS
+                if not has_enough or voice.num_held >= self.runner.max_chunk:
+                    self._say_held(voice)
             self._say_events(voice)
         self.runner.done(call)
         self.host_ns += time.perf_counter_ns() - begun_ns
+
+    def _say_what_is_due(self) -> int | None:
+        """PCM of whoever has not enough to hear any more. Returns how long the others' may wait."""
+        now_ns, waits_ns = time.perf_counter_ns(), []
+        for voice in list(self._holding.values()):
+            wait_ns = voice.clock.lead_ns(now_ns) - HELD_LEAD_NS
+            if wait_ns < 0:
+                self._say_held(voice)
+            else:
+                waits_ns.append(wait_ns)
+        return min(waits_ns, default=None)
+
+    def _say_held(self, voice: _Voice) -> None:
+        """All frames of a voice that are PCM; of one segment, for its end is said behind them."""
+        held, num_frames = voice.held, voice.num_held
+        if not held:
+            return
+        voice.held, voice.num_held = [], 0
+        del self._holding[voice.idx]
+        row, pcm = held[0][0], [pcm for _, pcm in held]
+        if self._slots.is_current(row.slot):
+            self._say_frames(row, num_frames, pcm[0] if len(pcm) == 1 else np.concatenate(pcm))
+            if voice.turn == (row.slot, row.turn_id):
+                voice.clock.add(num_frames * self._frame_ns, time.perf_counter_ns())
 
     def _say_frames(self, row: StepRow, num_frames: int, pcm: NDArray[np.float32]) -> None:
         now_ns = time.perf_counter_ns()
@@ -364,6 +388,8 @@ class VocodeLoop:
 
     def _say_events(self, voice: _Voice) -> None:
         """Those that no frame is before."""
+        if voice.num_events and not voice.num_waiting and not voice.num_in_flight:
+            self._say_held(voice)
         while voice.queue and not voice.num_in_flight and not isinstance(voice.queue[0], StepRow):
             event = voice.queue.popleft()
             voice.num_events -= 1

@@ -7,8 +7,6 @@ from realtime.pingpong.pacing import (
     Candidate,
     Rider,
     Waiting,
-    far_call_in_ns,
-    is_far_ahead,
     next_call,
     pause_ns,
     riders_to_board,
@@ -94,31 +92,8 @@ def test_a_pause_ends_when_the_first_lead_is_below_its_cap():
     assert pause_ns([]) is None and pause_ns([Candidate(0, FAR)]) == 0
 
 
-def far(*items, enough=128):
-    waiting = {
-        slot: Waiting(num_frames, lead * MS, is_tail, 8 * MS, is_tail, waited * MS)
-        for slot, (num_frames, lead, is_tail, waited) in enumerate(items)
-    }
-    assert all(is_far_ahead(item, 8) for item in waiting.values())
-    return far_call_in_ns(waiting, 8, enough)
-
-
-def test_a_call_of_those_far_ahead_waits_until_it_is_large():
-    slots = [(8, 1000, False, 0)] * 15
-    assert far(*slots) == 900 * MS
-    assert far(*slots, (9, 1000, False, 0)) <= 0
-    assert far(*slots[:1], enough=8) <= 0
-    assert far((12, 1000, False, 0)) <= 0, "a slot falls behind"
-    assert far((8, 90, False, 0)) < 0, "it is not that far ahead"
-    assert far((3, 1000, True, 1)) == MS and far((3, 1000, True, 2)) <= 0, "the end of a turn"
-    behind = {0: Waiting(8, 1000 * MS, True, 8 * MS)}  # frames of the next segment may be
-    assert far_call_in_ns(behind, 8, 128) <= 0, "the end of a segment"
-    assert not is_far_ahead(Waiting(8, 40 * MS, False, 8 * MS), 8)
-    assert not is_far_ahead(Waiting(7, 1000 * MS, True, 8 * MS), 8), "the end of a segment"
-
-
-def plan(waiting, max_chunk=8, max_streams=lambda chunk: 64):
-    return next_call(waiting, max_chunk=max_chunk, max_streams=max_streams)
+def plan(waiting, max_chunk=8, max_streams=lambda chunk: 64, enough=None):
+    return next_call(waiting, max_chunk=max_chunk, max_streams=max_streams, enough=enough)
 
 
 def paced(num_frames, lead_ns, is_last=False, interval_ns=FRAME, is_tail=False):
@@ -162,18 +137,32 @@ def test_the_most_urgent_goes_first_with_those_of_its_chunk():
         2: paced(1, 0),
         3: paced(2, 5 * FRAME),
     }
-    assert plan(waiting)[:2] == (1, [2, 1, 3])
+    assert plan(waiting)[:2] == (1, [2, 1])
     assert plan(waiting, max_streams=lambda chunk: 1)[:2] == (1, [2])
 
 
-def test_who_cannot_wait_for_a_whole_chunk_joins_smaller_calls():
+def test_where_a_call_has_its_price_whoever_has_frames_takes_part():
     fast = FRAME // 8
-    climbing, high = paced(2, FRAME, interval_ns=fast), paced(2, 3 * FRAME, interval_ns=fast)
-    assert not plan({0: climbing}).slots
-    assert plan({0: climbing, 1: paced(1, 0)})[:2] == (1, [1, 0])
-    assert not plan({0: high}).slots
-    assert plan({0: high, 1: paced(1, 0)})[:2] == (1, [1]), "it can wait for eight"
-    assert plan({0: climbing, 1: paced(8, FRAME)})[:2] == (8, [1])
+    far, falling = (paced(num, 20 * FRAME, interval_ns=fast) for num in (1, 3))
+    tail = paced(2, 20 * FRAME, is_last=True, is_tail=True)
+    waiting = {0: far, 1: paced(1, 0), 2: falling, 3: tail}
+    assert plan(waiting)[:2] == (1, [1]), "each frame costs the same"
+    assert plan(waiting, enough=128) == (1, [1, 0, 2, 3], 0, True)
+    assert plan(waiting | {1: paced(4, FRAME)}, enough=128)[:2] == (4, [1, 3]), "it is padded"
+    assert plan(waiting, enough=128, max_streams=lambda chunk: 2)[1] == [1, 0]
+    del waiting[1]
+    assert plan(waiting, enough=128) == (2, [2, 3], 0, False), "nobody waits for it"
+
+
+def test_many_frames_are_called_for_though_nobody_is_due():
+    fast = FRAME // 8
+    waiting = {slot: paced(1 + slot // 6, 20 * FRAME, interval_ns=fast) for slot in range(8)}
+    assert not plan(waiting).slots and not plan(waiting, enough=11).slots
+    assert plan(waiting, enough=10) == (1, list(range(8)), 0, False)
+    of_two = {slot: item._replace(num_frames=2) for slot, item in waiting.items()}
+    assert plan(of_two, enough=16)[:2] == (2, list(range(8)))
+    assert plan(of_two, enough=16, max_streams=lambda chunk: 4 // chunk)[:2] == (2, [0, 1])
+    assert not plan({}, enough=1).slots
 
 
 def test_the_tail_of_a_stream_is_one_call_or_part_of_a_larger_one():
@@ -196,11 +185,11 @@ waits = st.builds(
 )
 
 
-@given(st.dictionaries(st.integers(0, 63), waits))
-def test_every_slot_is_due_or_will_be(waiting):
+@given(st.dictionaries(st.integers(0, 63), waits), st.sampled_from([None, 8, 128]))
+def test_every_slot_is_due_or_will_be(waiting, enough):
     left = dict(waiting)
     while left:
-        made = plan(left, max_streams=lambda chunk: 64 if chunk == 1 else 64 // chunk)
+        made = plan(left, max_streams=lambda chunk: 64 // chunk, enough=enough)
         if not made.slots:
             assert made.due_in_ns is not None and made.due_in_ns > 0
             assert made.due_in_ns <= max(item.lead_ns for item in left.values())

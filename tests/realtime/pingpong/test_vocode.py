@@ -1,11 +1,13 @@
 """The vocode thread: every frame of every stream is heard, in order, and no call leaks."""
 
 import random
+import time
 
 import pytest
 
 from realtime.pingpong.codec_calls import MAX_CALLS, RING_FRAMES, Call
 from realtime.pingpong.messages import EngineWarning, FramePcm, SegmentEnd, TurnBegin, TurnEnd
+from realtime.pingpong.pacing import HELD_LEAD_NS
 from tests.realtime.pingpong.vocode_bench import NUM_SLOTS, Bench, DeviceBench, row
 
 
@@ -179,6 +181,107 @@ def test_who_has_nothing_to_hear_does_not_wait_for_the_calls_of_those_far_ahead(
     bench.step((row(other, 0), 7))
     bench.advance()
     assert bench.pcm(other) == [(0, 0, 7)] and list(bench.loop._in_flight[False]) == [slow]
+
+
+FAR_NS = 10**18
+
+
+def calls_of(bench):
+    """Frames of each call, by slot, in the order of the calls."""
+    calls, call = [], bench.loop._call
+
+    def noted(plan):
+        calls.append((plan.chunk, sorted(plan.slots), plan.is_urgent))
+        call(plan)
+
+    bench.loop._call = noted
+    return calls
+
+
+def test_a_first_frame_takes_along_whoever_has_frames(monkeypatch):
+    """A call costs the device as much as 35 frames."""
+    bench = DeviceBench(monkeypatch)
+    bench.loop._enough = 128
+    first, other, late = (bench.slots.acquire() for _ in range(3))
+    bench.step((row(first, 0), 1), (row(other, 0), 2))
+    while bench.advance() is not None:
+        pass
+    for slot in (first, other):
+        bench.loop._voices[slot.idx].clock.play_end_ns = FAR_NS
+    calls = calls_of(bench)
+    bench.step((row(first, 1), 3), (row(other, 1), 4))
+    assert bench.advance() is not None and calls == [], "nobody waits for them"
+    bench.step((row(first, 2), 5), (row(late, 0), 6))
+    bench.advance()
+    assert calls == [(1, [first.idx, other.idx, late.idx], True)]
+    assert bench.pcm(late) == [(0, 0, 6)]
+
+
+def test_pcm_of_who_has_enough_to_hear_is_said_eight_frames_at_a_time(monkeypatch):
+    bench = DeviceBench(monkeypatch)
+    bench.loop._enough = 1  # every frame is a call
+    slot = bench.slots.acquire()
+    voice = bench.loop._voices[slot.idx]
+
+    def say(frame, **fields):
+        bench.step((row(slot, frame, **fields), frame))
+        while voice.num_waiting or voice.num_in_flight:
+            bench.advance()
+
+    def said():
+        return [event.num_frames for event in bench.events if isinstance(event, FramePcm)]
+
+    for frame in range(3):
+        say(frame)
+    assert said() == [1, 1, 1], "it has little to hear"
+    voice.clock.play_end_ns = FAR_NS
+    for frame in range(3, 14):
+        say(frame)
+    assert said() == [1, 1, 1, 8] and set(bench.codec.chunks) == {1}
+    say(14, is_limit=True)
+    assert said() == [1, 1, 1, 8, 4], "its segment is over"
+    assert isinstance(bench.events[-1], SegmentEnd)
+    assert bench.pcm(slot) == [(0, frame, 1001 * frame) for frame in range(15)]
+
+
+def test_pcm_that_is_held_is_said_when_its_listener_needs_it(monkeypatch):
+    """Though nothing comes any more: decode may have paused the stream."""
+    bench = DeviceBench(monkeypatch)
+    bench.loop._enough = 1
+    slot = bench.slots.acquire()
+    voice = bench.loop._voices[slot.idx]
+    for frame in range(2):
+        bench.step((row(slot, frame), frame))
+        while voice.num_waiting or voice.num_in_flight:
+            wait_s = bench.advance()
+        voice.clock.play_end_ns = time.perf_counter_ns() + 60 * 10**9
+    wait_s = bench.advance()
+    assert 59 < wait_s < 60 - 0.15 + 0.01 and bench.pcm(slot) == [(0, 0, 0)]
+    voice.clock.play_end_ns = time.perf_counter_ns() + HELD_LEAD_NS - 1
+    bench.step((row(slot, 2), 2))
+    waiting = bench.loop._waiting(voice, voice.clock.play_end_ns)
+    assert waiting.lead_ns == bench.loop._frame_ns, "it can be said at any time"
+    while bench.advance() is not None:
+        pass
+    assert bench.pcm(slot) == [(0, frame, 1001 * frame) for frame in range(3)]
+
+
+def test_pcm_that_is_held_of_a_generation_that_is_over_is_not_said(monkeypatch):
+    bench = DeviceBench(monkeypatch)
+    bench.loop._enough = 1
+    slot = bench.slots.acquire()
+    voice = bench.loop._voices[slot.idx]
+    for frame in range(2):
+        bench.step((row(slot, frame), frame))
+        while voice.num_waiting or voice.num_in_flight:
+            bench.advance()
+        voice.clock.play_end_ns = FAR_NS
+    new = bench.slots.bump(slot)
+    bench.step((row(new, 0, turn_id=1), 7))
+    while bench.advance() is not None:
+        pass
+    assert bench.pcm(slot) == [(0, 0, 0)] and bench.pcm(new) == [(1, 0, 7)]
+    assert not voice.held and not bench.loop._holding
 
 
 def test_frames_that_wait_are_not_written_over(monkeypatch):

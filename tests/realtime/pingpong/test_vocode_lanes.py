@@ -23,7 +23,7 @@ class LateBench(DeviceBench):
             monkeypatch.setattr(module, "RING_FRAMES", RING_FRAMES)
         super().__init__(monkeypatch, num_slots=NUM_SLOTS)
         self.rng, self.lateness = rng, rng.choice([0.3, 0.8, 0.97])
-        self.loop._may_pad, self.loop._enough = True, rng.choice([1, 8, 128])
+        self.loop._may_pad, self.loop._enough = True, rng.choice([None, 32, 128])
         self.late = {}
         monkeypatch.setattr(self.loop.runner._bulk, "start", self.start)
         for name in ("wait", "wait_on_stream"):
