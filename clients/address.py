@@ -3,8 +3,8 @@
 import json
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
-from realtime.errors import ConnectionFailed
-from realtime.wire import PATH, shorten
+from realtime.errors import ConnectionFailed, shorten
+from realtime.wire import PATH
 
 _SECURE = {"http": False, "ws": False, "https": True, "wss": True}
 DEFAULT_URL = "http://127.0.0.1:8765"  # where `plosive serve` listens unless it is told otherwise

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 
 from pydantic import ValidationError
 
-from realtime.errors import SessionError
-from realtime.wire import shorten
+from realtime.errors import SessionError, fault, shorten
 
 
 def expect(is_valid: bool, param: str, got: object, expected: str) -> None:
@@ -35,5 +34,4 @@ def valid_message() -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param = ".".join(map(str, first["loc"]))
-        why = f"{param}: {first['msg']} (got {shorten(first['input'])})"
-        raise SessionError("invalid_option", why, param=param) from None
+        raise SessionError("invalid_option", f"{param}: {fault(first)}", param=param) from None

@@ -23,14 +23,13 @@ from typing import Protocol, Self
 
 from clients.checks import expect, is_from
 from clients.protocol import ClientProtocol, TurnEvent
-from realtime.errors import PlosiveError, SessionError
+from realtime.errors import PlosiveError, SessionError, shorten
 from realtime.wire import (
     PACKET_MS,
     AudioPacket,
     TurnCancelled,
     TurnDone,
     TurnMetrics,
-    shorten,
 )
 
 # A server never runs further ahead of playback than the largest `max_lead_ms`, so a consumer that

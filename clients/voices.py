@@ -20,8 +20,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from clients.address import http_url, key_headers, refusal, refused
 from clients.checks import check_ssl_context
 from clients.explain import no_connection
-from realtime.errors import ConnectionFailed, PlosiveError, VoiceError
-from realtime.wire import shorten
+from realtime.errors import ConnectionFailed, PlosiveError, VoiceError, shorten
 
 PATH = "/v1/voices"
 

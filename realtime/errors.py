@@ -13,6 +13,9 @@ Each carries `code` (stable, for programs) and a message that says what was got,
 and what to do. `HTTP_STATUS` and `CLOSE_CODE` are the one table from error to wire.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class PlosiveError(Exception):
     """Base of all. `code` is stable; `param` names the offending field, if there is one."""
@@ -143,3 +146,15 @@ CLOSE_CODE: dict[str, int] = {
     "binary_not_expected": 1003,
     "message_too_large": 1009,
 }
+
+
+def shorten(value: object) -> str:
+    """For a message: its repr, of at most 80 characters."""
+    text = repr(value[:80] if isinstance(value, str | bytes) else value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def fault(detail: Mapping[str, Any]) -> str:
+    """What pydantic finds wrong with a field, and what was got."""
+    got = "" if detail["type"] == "missing" else f" (got {shorten(detail.get('input'))})"
+    return f"{detail['msg']}{got}"

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from realtime.connection import INTERNAL_ERROR
-from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError
+from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError, fault
 from realtime.wire import PATH
 
 Shape = Callable[[int, PlosiveError], object]  # status, error -> JSON body
@@ -61,7 +61,7 @@ class HttpErrors:
         async def invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
             first = error.errors()[0]
             param = ".".join(str(part) for part in first["loc"][1:])
-            refusal = PlosiveError("invalid_request", first["msg"], param=param)
+            refusal = PlosiveError("invalid_request", f"{param}: {fault(first)}", param=param)
             return self.respond(request.url.path, refusal)
 
         @app.exception_handler(HTTPException)

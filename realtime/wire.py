@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from realtime.errors import ProtocolError
+from realtime.errors import ProtocolError, fault
 
 SUBPROTOCOL = "plosive.v1"
 PATH = "/v1/realtime"
@@ -313,7 +313,7 @@ def _protocol_error(message: dict[str, Any], error: ValidationError) -> Protocol
     path = ".".join(str(part) for part in first["loc"][1:]) or "type"
     return ProtocolError(
         "invalid_message",
-        f"{message_type}: {path}: {first['msg']} (got {shorten(first.get('input'))})",
+        f"{message_type}: {path}: {fault(first)}",
         param=path,
         turn_id=_turn_id(message),
     )
@@ -324,12 +324,6 @@ def _turn_id(message: dict[str, Any]) -> int | None:
         return _TURN_ID.validate_python(message.get("turn_id"))
     except ValidationError:
         return None
-
-
-def shorten(value: object) -> str:
-    """For a message: its repr, of at most 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # ---------------------------------------------------------------------------- binary frames

@@ -21,6 +21,7 @@ from realtime.adapters.speech import (
     SpeechEncoder,
     SpeechResponse,
     audio_alone,
+    check_speakable,
     session_pcm,
     speak,
 )
@@ -103,8 +104,7 @@ class Fish:
         content_type = request.headers.get("content-type", "")
         body = await self._body.read(request)
         tts = await asyncio.to_thread(parse_body, content_type, body)  # clips make it long
-        if not tts.text.strip():
-            raise PlosiveError("invalid_field", "text: there is nothing to say", param="text")
+        check_speakable(tts.text)
         start = SessionStart(
             voice=await self._voices.choose(tts),
             format=self._pcm,

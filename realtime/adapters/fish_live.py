@@ -25,7 +25,7 @@ from realtime.adapters.fish_voices import Voices
 from realtime.adapters.local import Item, LocalSession
 from realtime.adapters.speech import MAX_LEAD_MS, SpeechEncoder, decode_pcm
 from realtime.connection import close_stalled
-from realtime.errors import CLOSE_CODE, ConnectionLost, PlosiveError
+from realtime.errors import CLOSE_CODE, ConnectionLost, PlosiveError, shorten
 from realtime.wire import (
     MAX_TEXT_CHARS,
     AudioFormat,
@@ -326,6 +326,6 @@ class LiveSocket:
 def _text_of(event: dict[str, Any]) -> str:
     text = event.get("text")
     if not isinstance(text, str):
-        message = f"text: expected a string, got {type(text).__name__}"
+        message = f"text: got {shorten(text)}, expected a string"
         raise PlosiveError("invalid_field", message, param="text")
     return text

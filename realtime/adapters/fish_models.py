@@ -15,7 +15,7 @@ from starlette.datastructures import FormData
 from realtime.adapters.fish_request import Reference, invalid_field, read_json
 from realtime.adapters.fish_voices import Voices
 from realtime.adapters.speech import BodyReader
-from realtime.errors import PlosiveError, VoiceError
+from realtime.errors import PlosiveError, VoiceError, shorten
 from realtime.voices import VoiceInfo, VoiceStore, write_atomically
 
 _MAX_CLIPS = 20
@@ -90,7 +90,8 @@ class Models:
         form = await self._read_form(request)
         for name, expected in (("type", "tts"), ("train_mode", "fast")):
             if form.fields.get(name, [expected]) != [expected]:
-                message = f"{name}: only {expected!r} is supported"
+                got = shorten(", ".join(form.fields[name]))
+                message = f"{name}: got {got}, only {expected!r} is supported"
                 raise PlosiveError("not_supported", message, param=name)
         now = datetime.now(UTC)
         details = _details({**_fields(form), "created_at": now, "updated_at": now})

@@ -11,7 +11,7 @@ from pydantic_core import from_json
 from realtime.adapters import media_prosody
 from realtime.adapters.media import MediaEncoder
 from realtime.adapters.speech import SpeechEncoder
-from realtime.errors import PlosiveError
+from realtime.errors import PlosiveError, fault
 from realtime.wire import Sampling
 
 # What Fish offers; the first rate of a format is its default.
@@ -196,9 +196,9 @@ def parse_request(data: dict[str, Any]) -> TtsRequest:
 
 def invalid_field(error: ValidationError) -> PlosiveError:
     """The first that is wrong, by its path."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_context=False)[0]
     param = ".".join(map(str, first["loc"])) or "request"
-    return PlosiveError("invalid_field", f"{param}: {first['msg']}", param=param)
+    return PlosiveError("invalid_field", f"{param}: {fault(first)}", param=param)
 
 
 def _checked(param: str, value: int, valid: tuple[int, ...]) -> int:

@@ -33,11 +33,12 @@ from realtime.adapters.speech import (
     SpeechEncoder,
     SpeechResponse,
     audio_alone,
+    check_speakable,
     speak,
 )
 from realtime.auth import client_of
 from realtime.config import ServerConfig
-from realtime.errors import PlosiveError, VoiceError
+from realtime.errors import PlosiveError, VoiceError, fault
 from realtime.http_errors import HttpErrors
 from realtime.hub import Hub
 from realtime.pingpong.api import EngineInfo
@@ -90,17 +91,17 @@ _CODES = {
 
 
 def _request_error(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_context=False)[0]
     param = str(first["loc"][0]) if first["loc"] else None
     code = _CODES.get(first["type"])
-    return RequestError(code, f"{param or 'body'}: {first['msg']}", param=param)
+    return RequestError(code, f"{param or 'body'}: {fault(first)}", param=param)
 
 
 # ---------------------------------------------------------------------------- the request
 
 
 def _voice_name(voice: object) -> object:
-    return voice.get("id") if isinstance(voice, dict) else voice
+    return voice["id"] if isinstance(voice, dict) and "id" in voice else voice
 
 
 class SpeechRequest(BaseModel):
@@ -154,8 +155,7 @@ class OpenAiRoutes:
     async def _speech(self, request: Request) -> Response:
         _check_is_json(request)
         asked = _parse(await self._body.read(request))
-        if not asked.input.strip():
-            raise RequestError(message="input: there is nothing to say", param="input")
+        check_speakable(asked.input)
         self._check_model(asked.model)
         format = asked.response_format or "mp3"
         rate = self._rate(format)

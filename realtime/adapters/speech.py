@@ -14,7 +14,7 @@ from realtime.adapters.local import open_session
 from realtime.adapters.media import MediaEncoder
 from realtime.adapters.media_prosody import Prosody
 from realtime.connection import CUT_EXTENSION
-from realtime.errors import CapacityError, PlosiveError, SessionError
+from realtime.errors import CapacityError, PlosiveError, SessionError, shorten
 from realtime.hub import Hub
 from realtime.pingpong.messages import VoicePrompt
 from realtime.wire import (
@@ -98,9 +98,22 @@ async def speak(
             if isinstance(item, TurnText):
                 yield item
             if isinstance(item, TurnDone):
+                if not item.metrics.num_frames:  # a file without a sound is no answer
+                    raise _nothing_to_speak(text)
                 break
     if data := await asyncio.to_thread(encoder.finish):
         yield data
+
+
+def check_speakable(text: str) -> None:
+    """Raises SessionError `nothing_to_speak` for a text of blanks; `speak` for one of signs alone."""
+    if not text.strip():
+        raise _nothing_to_speak(text)
+
+
+def _nothing_to_speak(text: str) -> SessionError:
+    message = f"there is nothing that can be spoken in {shorten(text)}; expected words"
+    return SessionError("nothing_to_speak", message, param="text")
 
 
 async def audio_alone(

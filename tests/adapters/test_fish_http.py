@@ -243,26 +243,35 @@ async def test_unknown_voice_is_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- bad input
 
 
+LONG_REFERENCE = {"audio": base64.b64encode(clip()).decode(), "text": "x" * 200}
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"text": " "}, 422, "text"),
-        ({"text": 5}, 422, "text"),
+        ({"text": " "}, 400, "nothing that can be spoken in ' '; expected words"),
+        ({"text": "..."}, 400, "nothing that can be spoken in '...'; expected words"),
+        ({"text": 5}, 422, "text: Input should be a valid string (got 5)"),
         ({"text": "x" * 60_001}, 400, "60,001"),
         ({"format": "aiff"}, 400, "format"),
         ({"format": "pcm", "sample_rate": 22_050}, 400, "sample_rate"),
         ({"format": "opus", "sample_rate": 24_000}, 400, "sample_rate"),
         ({"format": "mp3", "mp3_bitrate": 100}, 400, "mp3_bitrate"),
         ({"format": "opus", "opus_bitrate": 31}, 400, "opus_bitrate"),
-        ({"temperature": 1.5}, 422, "temperature"),
+        ({"temperature": 1.5}, 422, "(got 1.5)"),
         ({"latency": "never"}, 422, "latency"),
-        ({"prosody": {"speed": 9}}, 422, "prosody.speed"),
+        ({"prosody": {"speed": 9}}, 422, "(got 9)"),
         ({"prosody": "fast"}, 422, "prosody"),
         ({"reference_id": ["a", "b"]}, 400, "reference_id"),
         ({"references": [[{"audio": "", "text": "x"}]] * 2}, 400, "references"),
         ({"references": [{"audio": "*", "text": "x"}]}, 422, "base64"),
         ({"references": [{"audio": "AAAA", "text": "x"}]}, 422, "not audio"),
         ({"references": [{"audio": "AAAA", "text": " "}]}, 400, "text"),
+        (
+            {"references": [LONG_REFERENCE]},
+            400,
+            "got 200 characters for 1.0 s of speech, more than",
+        ),
     ],
 )
 async def test_fields(tmp_path: Path, body: dict[str, Any], status: int, message: str) -> None:

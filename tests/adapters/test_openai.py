@@ -283,7 +283,19 @@ async def test_bad_fields(served: Served) -> None:
         status, error = await refusal(served, ASKED | change)
         assert (status, error["param"], error["code"]) == (400, param, code), change
         assert error["type"] == "invalid_request_error" and param in error["message"], change
+        assert code == "invalid_voice" or f"(got {repr(change[param])[:70]}" in error["message"]
     assert not served.engine.seen(OpenSlot)
+
+
+@pytest.mark.parametrize("stream_format", ["audio", "sse"])
+@pytest.mark.parametrize("text", [" ", "..."])
+async def test_a_text_of_signs_alone_is_no_empty_file(
+    served: Served, text: str, stream_format: str
+) -> None:
+    asked = ASKED | {"input": text, "stream_format": stream_format}
+    status, error = await refusal(served, asked)
+    assert (status, error["param"], error["code"]) == (400, "input", "nothing_to_speak")
+    assert error["message"] == f"there is nothing that can be spoken in {text!r}; expected words"
 
 
 async def test_missing_fields(served: Served) -> None:

@@ -64,6 +64,8 @@ async def test_half_a_surrogate_pair_in_messagepack(tmp_path: Path) -> None:
 ODD_TEXTS = {  # whether it is spoken
     "": False,
     " \n ": False,
+    "...": False,
+    "\n***\n": False,
     "a " * 100_000: False,
     "Hello\0 there, \0\0 Anna.": True,
     "\u202eHello\u202c there, \u200fAnna\u200e.": True,
