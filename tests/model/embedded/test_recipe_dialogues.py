@@ -135,3 +135,18 @@ def test_what_each_position_predicts() -> None:
     expected = [*nothing, 6, 7, 8, 0, NO_TARGET, NO_TARGET, *nothing]
     assert rows.targets[0].tolist() == expected
     assert rows.next_codes[0, len(user) - 1].tolist() == [5] * 8
+
+
+def test_a_reference_may_be_worse_than_what_the_voice_says(
+    dialogues: Dialogues, tmp_path: Path
+) -> None:
+    with np.load(tmp_path / "codes.npz") as codes:
+        both = dict(codes) | {"reference": codes["codes"] + 100}
+    np.savez(tmp_path / "both.npz", **both)
+    files = [tmp_path / "both.npz", tmp_path / "codes.npz"]
+    worse = Dialogues(files, tmp_path / "corpus.tsv", PROMPT, CPU)
+    block = worse.blocks.span(worse.reference[3])
+    assert clips_in(worse.tokens[block]) == {103}
+    assert clips_in(worse.tokens[worse.blocks.span(worse.turn[3])]) == {3}
+    later = 24 + 3  # the second file has no references of its own
+    assert clips_in(worse.tokens[worse.blocks.span(worse.reference[later])]) == {3}

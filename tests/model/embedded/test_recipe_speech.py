@@ -89,21 +89,6 @@ def test_half_of_the_references_are_worsened(codec_file: Path, tmp_path: Path) -
     assert 0 < sum(same) < 12
 
 
-def test_a_reference_may_be_worse_than_what_the_voice_says(
-    dialogues: Dialogues, tmp_path: Path
-) -> None:
-    with np.load(tmp_path / "codes.npz") as codes:
-        both = dict(codes) | {"reference": codes["codes"] + 100}
-    np.savez(tmp_path / "both.npz", **both)
-    files = [tmp_path / "both.npz", tmp_path / "codes.npz"]
-    worse = Dialogues(files, tmp_path / "corpus.tsv", PROMPT, CPU)
-    block = worse.blocks.span(worse.reference[3])
-    assert clips_in(worse.tokens[block]) == {103}
-    assert clips_in(worse.tokens[worse.blocks.span(worse.turn[3])]) == {3}
-    later = 24 + 3  # the second file has no references of its own
-    assert clips_in(worse.tokens[worse.blocks.span(worse.reference[later])]) == {3}
-
-
 def test_entropy() -> None:
     codes = np.stack([np.arange(64) % 8, np.zeros(64, int)], 1)
     assert encode.entropy_bits(codes, 1024) == [3.0, 0.0]
