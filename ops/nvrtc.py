@@ -183,6 +183,11 @@ def compiling() -> Iterator[None]:
         ahead.finish()
 
 
+def is_compiling() -> bool:
+    """Whether this thread is inside `compiling`."""
+    return getattr(_thread, "ahead", None) is not None
+
+
 def compile_source(source: str, arch: str, defines: Mapping[str, int | str] | None = None) -> bytes:
     """Machine code (cubin) of `ops/csrc/<source>` for `arch`, for example sm_90a.
 

@@ -1,5 +1,7 @@
 """The fused rows on the CPU: the eager model's codes in fp32, bit for bit, and close to them in 8 bits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from model.layers import MATRICES, Block
 from model.loader import load_dual_ar
 from model.sampling import SamplingParams
 from model.wide_rows import MOST_NARROW_ROWS
+from ops import nvrtc
 from ops.quantize import quantize_weight
 from ops.reference_fp8 import dequantize_weight
 from tests.model.goldens import END_ID, GOLDEN, NAMES, golden
@@ -144,6 +147,25 @@ def test_rows_that_only_fill_memory_need_the_last_layers_keys_and_values_alone(m
     riders = Riders(rows, torch.full((7,), 1), torch.arange(7))
     model.decode_frame(state, torch.tensor([0]), cache, riders=riders)
     assert num_rows[:num_layers] == [8] * (num_layers - 1) + [1]
+
+
+def test_position_0_of_the_fast_ar_needs_the_last_layers_keys_and_values_alone(monkeypatch):
+    model, num_rows = make_random_model(), []
+    model.use_kernels("bf16")
+
+    def gate_up(x, weight, run=fused_stack.gate_up_swiglu):
+        num_rows.append(len(x))
+        return run(x, weight)
+
+    cache, state = model.new_cache(3, 128), model.new_frame_state(3)
+    for slot in range(3):
+        enter(model, cache, state, slot, random_prompt(9, slot), GREEDY)
+    monkeypatch.setattr(fused_stack, "gate_up_swiglu", gate_up)
+    model.decode_frame(state, torch.arange(3), cache)
+    num_layers = model.config.fast.num_layers
+    passes = num_rows[model.config.slow.num_layers :]
+    assert passes[:num_layers] == [6] * (num_layers - 1) + [3]
+    assert passes[num_layers:] == [3] * num_layers * (model.config.num_codebooks - 2)
 
 
 def test_a_frame_that_reads_shared_pages_once_makes_the_same_codes():
@@ -291,3 +313,16 @@ def test_a_quantised_model_runs_packed_only():
     model.finish_loading()
     with pytest.raises(AssertionError):
         model.use_kernels("bf16")
+
+
+def test_a_round_that_only_compiles_runs_three_blocks_of_a_stack(monkeypatch):
+    """All others launch the same kernels."""
+    run = []
+    block = SimpleNamespace(attention_norm=None)
+    block.forward = lambda x, normed, layer, attend, norm: run.append(layer) or (x, normed)
+    fused_stack.run_blocks([block] * 36, torch.zeros(1), None)
+    assert run == list(range(36))
+    run.clear()
+    with nvrtc.compiling():
+        fused_stack.run_blocks([block] * 36, torch.zeros(1), None)
+    assert run == [0, 1, 2]

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from model.dual_ar import DualAR
 from model.sampling import SamplingParams
+from ops import nvrtc
 from ops.graphs import GraphSet
 from tests.model.small_model import (
     decode,
@@ -203,3 +204,20 @@ def test_wide_batches_run(kind):
     differing = (codes != codes[:, :1]).any(2).float().mean()
     print(f"\n| {kind} | 512 equal streams, frames that differ from the first's | {differing:.4f}")
     assert differing < 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_start_up_compiles_all_that_a_deep_stack_launches(kind, monkeypatch):
+    """Though it goes through three blocks of each stack alone."""
+    monkeypatch.setitem(CONFIGS, "deep", s2_like_config(num_layers=6))
+    streams = Streams("deep", kind, num_slots=40)
+    programs = []
+    for skips in (True, False):
+        if not skips:
+            monkeypatch.setattr("model.fused_stack.is_compiling", lambda: False)
+        with nvrtc.compiling():
+            for num_slots in (1, 8, 20, 40):
+                slots = torch.arange(num_slots, device="cuda")
+                streams.model.decode_frame(streams.state, slots, streams.cache)
+            programs.append(set(nvrtc._thread.ahead._jobs))
+    assert programs[0] == programs[1] and len(programs[0]) > 4
