@@ -191,7 +191,7 @@ def run_blocks(
         normed: see `FusedBlock.project`, of the first block.
         last_norm: `attention_norm` of the block after these.
     """
-    if is_compiling():  # those between launch what the second does
+    if is_compiling() and len(blocks) > 3:  # those between launch what the second does
         blocks = [*blocks[:2], *blocks[-1:]]
     next_norms = [block.attention_norm for block in blocks[1:]]
     for layer, block in enumerate(blocks):
