@@ -24,6 +24,7 @@ from realtime.pingpong.tone import Stream, ToneConfig, ToneEngine, Turn
 CHARS_PER_FRAME = 2
 NUM_CODEBOOKS = 4
 MIN_CLIP_S = 0.5
+TIMEOUT_S = 10.0
 MAX_VOICE_TEXT_CHARS = 1_000
 _NO_CAP_MS = 1_000_000_000
 
@@ -100,10 +101,10 @@ class FakeEngine(ToneEngine):
         self.refuse = lambda command: "engine_stopped"
         self._run_soon(fail)
 
-    def wait_until(self, is_true: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Wait (off the event loop) until a command or a frame has made `is_true` true."""
         with self._changed:
-            assert self._changed.wait_for(is_true, timeout_s), "the engine never got there"
+            assert self._changed.wait_for(is_true, TIMEOUT_S), "the engine never got there"
 
     def pcm(self, slot_idx: int, turn_id: int) -> np.ndarray:
         return np.concatenate(self.emitted[slot_idx, turn_id])
@@ -125,13 +126,13 @@ class FakeEngine(ToneEngine):
             self._changed.notify_all()
 
     def warm_up(self, voices: tuple[VoicePrompt, ...]) -> None:
-        assert self.warm_up_gate.wait(10.0)
+        assert self.warm_up_gate.wait(TIMEOUT_S)
         if self.warm_up_error is not None:
             raise self.warm_up_error
         self.warmed = voices
 
     def encode_voice(self, clip: bytes, max_seconds: float) -> np.ndarray:
-        assert self.encode_gate.wait(10.0)
+        assert self.encode_gate.wait(TIMEOUT_S)
         try:
             with wave.open(io.BytesIO(clip)) as wav:
                 num, rate = wav.getnframes(), wav.getframerate()

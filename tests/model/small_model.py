@@ -22,12 +22,8 @@ def s2_like_config(num_layers: int = 3) -> DualARConfig:
     return DualARConfig(slow, fast, 8192, 10, 4096, True, 4000, 8095, 3)
 
 
-def make_random_model(
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    config: DualARConfig | None = None,
-) -> DualAR:
-    model = DualAR(config or embedded_like_config(), torch.device(device), dtype)
+def make_random_model(dtype: torch.dtype = torch.float32, device: str = "cpu") -> DualAR:
+    model = DualAR(embedded_like_config(), torch.device(device), dtype)
     fill_random(model)
     model.finish_loading()
     return model

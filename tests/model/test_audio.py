@@ -24,10 +24,10 @@ def chirp(seconds, rate_hz, amplitude=0.5):
     return (amplitude * np.sin(phase) * (0.6 + 0.4 * np.sin(2 * np.pi * 3 * t))).astype(np.float32)
 
 
-def babble(seconds, rate_hz, seed=0):
+def babble(seconds, rate_hz):
     """Harmonics of 130 Hz under formants that glide from one of nine places a second to the next, with
     a hiss: its spectrum moves as that of speech does."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     t = np.arange(round(seconds * rate_hz)) / rate_hz
     at = np.arange(0, seconds + 0.2, 1 / 9)
     formants = [np.interp(t, at, rng.uniform(*span, len(at))) for span in ((250, 900), (900, 2600))]

@@ -83,14 +83,14 @@ def test_fused_equals_plain(config):
     assert (build(config, is_fused=True).decode(codes) - want).abs().max() < 1e-5
 
 
-def check_schedule(codec, config, tolerance, num_steps=40):
+def check_schedule(codec, config, tolerance):
     """Streams join, pause and begin again in any slot, in batches of any order and size."""
     device, num_slots, num_frames = codec.device, 5, 24
     state = codec.init_state(num_slots)
     clips = [random_codes(config, num_frames, seed=s).to(device) for s in range(num_slots)]
     whole = [codec.decode(clip)[0] for clip in clips]
     rng, owner, done, worst = random.Random(0), list(range(num_slots)), [0] * num_slots, 0.0
-    for _ in range(num_steps):
+    for _ in range(40):
         if rng.random() < 0.2:
             slots = rng.sample(range(num_slots), 2)
             codec.reset_state(state, torch.tensor(slots, device=device))

@@ -35,9 +35,9 @@ HOT = SamplingParams(1.2, 0.95, 60, 7)
 E4M3_ERROR = 0.1
 
 
-def fused_golden(name: str, kind: str = "bf16") -> DualAR:
+def fused_golden(name: str) -> DualAR:
     model = load_dual_ar(GOLDEN / name, "cpu", torch.float32, end_id=END_ID)
-    model.use_kernels(kind)
+    model.use_kernels("bf16")
     return model
 
 

@@ -45,11 +45,12 @@ def rewrite(path: Path, change) -> None:
     save_file(state, file)
 
 
-def shard(path: Path, num_shards: int = 3) -> list[str]:
+def shard(path: Path) -> list[str]:
+    """In three."""
     state = load_file(path / "model.safetensors")
     (path / "model.safetensors").unlink()
-    names = [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
-    weight_map = {key: names[i % num_shards] for i, key in enumerate(state)}
+    names = [f"model-{i + 1:05}-of-00003.safetensors" for i in range(3)]
+    weight_map = {key: names[i % 3] for i, key in enumerate(state)}
     for name in names:
         save_file({k: state[k] for k, file in weight_map.items() if file == name}, path / name)
     index = {"metadata": {}, "weight_map": weight_map}

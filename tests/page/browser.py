@@ -86,14 +86,14 @@ class Page:
         await self._socket.send(json.dumps(message))
         return await asyncio.wait_for(answer, TIMEOUT_S)
 
-    async def open_tab(self, width: int, height: int) -> None:
+    async def open_tab(self) -> None:
         context = await self.call("Target.createBrowserContext")
         target = await self.call(
             "Target.createTarget",
             url="about:blank",
             browserContextId=context["browserContextId"],
-            width=width,
-            height=height,
+            width=1280,
+            height=800,
         )
         attached = await self.call(
             "Target.attachToTarget", targetId=target["targetId"], flatten=True
@@ -158,12 +158,12 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def tab(devtools_url: str, width: int = 1280, height: int = 800) -> AsyncIterator[Page]:
+async def tab(devtools_url: str) -> AsyncIterator[Page]:
     async with ws_connect(devtools_url, max_size=None, proxy=None) as socket:
         page = Page(socket)
         receiving = asyncio.create_task(page.receive())
         try:
-            await page.open_tab(width, height)
+            await page.open_tab()
             yield page
             await page.call("Page.close")
         finally:

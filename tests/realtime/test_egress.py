@@ -74,8 +74,8 @@ class Rig:
         await asyncio.to_thread(self.egress.stop)
 
 
-def frame(slot: SlotRef, turn_id: int, index: int, level: float = 0.1) -> FramePcm:
-    return FramePcm(slot, turn_id, 0, index, 1, np.full(960, level, np.float32))
+def frame(slot: SlotRef, turn_id: int, index: int) -> FramePcm:
+    return FramePcm(slot, turn_id, 0, index, 1, np.full(960, 0.1, np.float32))
 
 
 def frames_of(events: list[LoopEvent], slot: SlotRef) -> list[int]:

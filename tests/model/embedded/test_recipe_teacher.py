@@ -78,8 +78,8 @@ class FakeTeacher(Teacher):
         yield from super()._acoustic_side(rows, num_blocks)
 
 
-def some_items(count: int, seed: int = 0) -> list[Item]:
-    rng = np.random.default_rng(seed)
+def some_items(count: int) -> list[Item]:
+    rng = np.random.default_rng(0)
     lengths = rng.integers(3, 7, count)
     return [
         Item(row, row % 3, 1.0, rng.integers(1, 8, size).tolist())

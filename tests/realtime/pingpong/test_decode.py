@@ -27,9 +27,9 @@ from tests.support.engine import (
 TEXTS = ("hello there.", "and some more of it.", "the end!")
 
 
-def packed_model(kind: str = "bf16", **kwargs: object) -> SpeechModel:
+def packed_model(**kwargs: object) -> SpeechModel:
     model = tiny_model(**kwargs)  # type: ignore[arg-type]
-    model.dual_ar.use_kernels(kind)  # type: ignore[arg-type]
+    model.dual_ar.use_kernels("bf16")
     return model
 
 

@@ -56,13 +56,11 @@ class Calls:
     def take_joins(self) -> list[Join]:
         return self.engine._decode.inbox.take_all()
 
-    def give_back(self, join: Join, num_frames: int = 3) -> None:
-        """As decode does."""
-        kv = (join.position + 1, join.position + 1 + num_frames)
+    def give_back(self, join: Join) -> None:
+        """As decode does, after three frames."""
+        kv = (join.position + 1, join.position + 4)
         stepped = Event(torch.device("cpu"))
-        self.prefill.inbox.put(
-            Returned(join.slot, join.turn_id, join.segment, num_frames, *kv, stepped)
-        )
+        self.prefill.inbox.put(Returned(join.slot, join.turn_id, join.segment, 3, *kv, stepped))
 
     def run(self) -> list[list[Piece]]:
         """What is written until there is nothing to do."""
