@@ -78,6 +78,5 @@ def sentence(error: PlosiveError | OSError, *, is_key_given: bool = True) -> str
         return error.reason
     if isinstance(error, PlosiveError):
         return error.message
-    if error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+    name = "" if error.filename is None else f"{error.filename}: "
+    return name + (error.strerror or str(error))

@@ -5,6 +5,7 @@ pay two seconds for torch.
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -21,6 +22,9 @@ OURS = ("realtime", "model", "ops", "clients", "bench_ttfa")
 
 
 def main(argv: list[str] | None = None) -> int:
+    for stream in (sys.stdin, sys.stdout):  # of any encoding
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:

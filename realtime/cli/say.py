@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """0 when it is said, 1 with one sentence on stderr when it cannot be; wrong usage exits 2."""
     if args.url and _wants_local(args):
         args.usage_error("--local, --model and --device are for a server of its own; --url is not")
-    text = sys.stdin.read() if args.text == "-" else args.text
+    text = (sys.stdin.read() if sys.stdin else "") if args.text == "-" else args.text
     if not text.strip():
         args.usage_error("there is nothing to say: the text is empty")
     if args.out is not None:
