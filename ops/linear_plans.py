@@ -97,6 +97,7 @@ class Plan:
     def shared_bytes(self, is_fp8: bool, is_gate_up: bool, num_blocks: int) -> int:
         """Dynamic shared memory, as the kernel lays it out."""
         most_blocks = ceil_div(num_blocks, self.split)
+        items = self._items(is_fp8, num_blocks * (128 if is_fp8 else 64))
         row_bytes = 128 + 4 * is_fp8  # of a block of an activation
         exchange = 0
         if is_gate_up and is_fp8:
@@ -108,7 +109,7 @@ class Plan:
             + (most_blocks if self.norm else self.stages) * self.cols * row_bytes
             + (exchange if exchange <= _MAX_OWN_EXCHANGE else 0)
             + is_fp8 * most_blocks * self.warpgroups * 8
-            + self.norm * self.warpgroups * 16
+            + self.norm * self.warpgroups * items * 16
             + 8  # the barrier of the exchange
         )
 

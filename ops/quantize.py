@@ -7,6 +7,7 @@ with scales of that shape and stride, so that scales of another layout are never
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,11 +134,17 @@ class UnscaledNorm:
     def device(self) -> torch.device:
         return self.rows.device
 
+    def scaled(self) -> BlockScaled:
+        """The norm: the rows with their factors in the scales, added up as the kernels do."""
+        padded = torch.nn.functional.pad(self.squares, (0, 0, 0, -len(self.squares) % 4))
+        every_fourth = functools.reduce(torch.add, padded.view(-1, 4, padded.shape[1]))
+        first, second, third, fourth = every_fourth
+        mean = ((first + second) + (third + fourth)) * (1 / self.shape[1])
+        return BlockScaled(self.rows.data, self.rows.scale * (mean + self.eps).rsqrt())
+
     def dequantize(self) -> Tensor:
         """fp32 [M, C], normed."""
-        num_rows, num_columns = self.shape
-        mean = self.squares[:, :num_rows].sum(0) / num_columns
-        return self.rows.dequantize() * (mean + self.eps).rsqrt()[:, None]
+        return self.scaled().dequantize()
 
 
 def scale_shape(num_rows: int, num_columns: int) -> tuple[int, int]:
@@ -167,7 +174,9 @@ def unscaled_norm(x: Tensor, weight: Tensor, eps: float) -> UnscaledNorm:
     padding = (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % 4)
     squares = torch.nn.functional.pad(exact.square(), padding)
     groups = squares.view(len(squares), -1, BLOCK)
-    return UnscaledNorm(rows, groups.sum(2).t().contiguous(), eps)
+    while groups.shape[2] > 1:  # neighbours first, as the kernels add up
+        groups = groups[..., ::2] + groups[..., 1::2]
+    return UnscaledNorm(rows, groups.squeeze(2).t().contiguous(), eps)
 
 
 def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,11 +208,13 @@ def quantize_rows(x: Tensor) -> BlockScaled:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> Activation:
     """RMSNorm of bf16 [M, C] rows, neighbours or not, as `linear` of weights of that kind takes it.
 
-    "bsfp8" quantises the values that "bf16" returns.
+    "bsfp8" is `unscaled_norm` with the rows' factors in the scales: its values have the same bits,
+    whether this makes them or the linear before does.
     """
     if x.device.type != "cuda":
-        normed = reference.rms_norm(x, weight, eps)
-        return normed if kind == "bf16" else quantize_rows(normed)
+        if kind == "bf16":
+            return reference.rms_norm(x, weight, eps)
+        return unscaled_norm(x, weight, eps).scaled()
     num_rows, num_columns = x.shape
     assert x.dtype == weight.dtype == torch.bfloat16, (x.dtype, weight.dtype)
     row_stride = x.stride(0)
@@ -228,7 +239,7 @@ def norm_for_linear(x: Tensor, weight: Tensor, eps: float, kind: Kind) -> Activa
     """`rms_norm` for a linear alone: left to the linear's kernel where that saves a launch.
 
     With few rows, that each CTA of the linear normalises them again costs less than a kernel that
-    all of them wait for. The sum of squares is added up in another order than in `rms_norm`.
+    all of them wait for. The bits are those of `rms_norm`.
     """
     num_rows, num_columns = x.shape
     is_small = num_rows <= MAX_PENDING_ROWS and num_columns <= _MAX_PENDING_COLUMNS

@@ -112,6 +112,7 @@ DEVICE void add_scaled(float (&acc)[WIDTH / 2], const float (&product)[WIDTH / 2
 struct Consumer {
   const Shared& shared;
   const float *act_scales, *unit_scales;
+  float2 factors;  // of this thread's rows of x, with SCALES_ROWS
   int num_blocks, row_group, col_group, warp, lane;
   StageOf<STAGES> started_weights;
   StageOf<ROW_STAGES> started_rows;
@@ -125,6 +126,9 @@ struct Consumer {
       const float* scales =
           act_scales + started_rows.index * kRows + row_group * 64 + warp % 4 * 16 + lane / 4;
       row_scales = {scales[0], scales[8]};
+#if SCALES_ROWS
+      row_scales.x *= factors.x, row_scales.y *= factors.y;
+#endif
     }
     barrier_wait(shared.full_weights + started_weights.index * 8, started_weights.parity);
     multiply<WIDTH>(d, shared.rows + started_rows.index * kActBytes + row_group * 8192,
@@ -280,20 +284,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
 #if NORMS
   norm_weight = load_norm_weight(norms, output, finished, rank, thread);
 #endif
+  float2 factors = {};
 #if SCALES_ROWS
   wait_for_previous_kernels();
-  const float2 factors = factors_of(norms, output.num_rows, at);
+  factors = factors_of(norms, output.num_rows, at);
 #endif
   float acc[WIDTH / 2] = {};
-  Consumer consumer = {shared, scales,    unit_scales + col_group * (kScales / COL_GROUPS),
-                       blocks, row_group, col_group,
-                       warp,   lane};
+  Consumer consumer = {shared,  scales,    unit_scales + col_group * (kScales / COL_GROUPS),
+                       factors, blocks,    row_group,
+                       col_group, warp,    lane};
   consumer.sum(acc);
-#if SCALES_ROWS
-  scale_rows(acc, factors);
-#else
-  wait_for_previous_kernels();
-#endif
+  if (!SCALES_ROWS) wait_for_previous_kernels();
   finish(acc, ring, exchange, scales, arrived, output, norms, norm_weight, GATE_UP ? first : finished,
          end, rank, at);
 }

@@ -32,26 +32,9 @@ DEVICE float2 factors_of(const Norms& norms, int num_rows, const Place& at) {
   constexpr int kGroups = (IN_FEATURES + 127) / 128;
   const float* upper = norms.squares + min(at.row, num_rows - 1);
   const float* lower = norms.squares + min(at.row + 8, num_rows - 1);
-  float2 sums = {};
-#pragma unroll
-  for (int i = 0; i < kGroups; i += 4) {
-    const int group = i + at.lane % 4;
-    if (group >= kGroups) break;
-    sums.x += upper[group * norms.stride], sums.y += lower[group * norms.stride];
-  }
-#pragma unroll
-  for (int lanes = 1; lanes < 4; lanes *= 2)
-    sums.x += __shfl_xor_sync(~0u, sums.x, lanes), sums.y += __shfl_xor_sync(~0u, sums.y, lanes);
-  constexpr float kInverse = 1.f / IN_FEATURES;
-  return {rsqrtf(sums.x * kInverse + norms.eps), rsqrtf(sums.y * kInverse + norms.eps)};
-}
-
-DEVICE void scale_rows(float (&acc)[WIDTH / 2], float2 factors) {
-#pragma unroll
-  for (int i = 0; i < WIDTH / 2; i += 4) {
-    acc[i] *= factors.x, acc[i + 1] *= factors.x;
-    acc[i + 2] *= factors.y, acc[i + 3] *= factors.y;
-  }
+  const float2 parts = {sum_of_every_fourth(upper, kGroups, norms.stride, at.lane),
+                        sum_of_every_fourth(lower, kGroups, norms.stride, at.lane)};
+  return {inverse_rms(parts.x, IN_FEATURES, norms.eps), inverse_rms(parts.y, IN_FEATURES, norms.eps)};
 }
 
 #endif
@@ -73,10 +56,12 @@ DEVICE void store_normed(const float4* exchange, const uint4& residual, const ui
     const Vector8 x = {summed(exchange, residual, o, item)}, factors = {weight};
     store_item(x.vector, o, item);
 #pragma unroll
+    for (int j = 0; j < 8; ++j) values[j] = __bfloat162float(x.values[j]);
+    squares = sum_of_squares({values[0], values[1], values[2], values[3]}) +
+              sum_of_squares({values[4], values[5], values[6], values[7]});
+#pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float value = __bfloat162float(x.values[j]);
-      squares += value * value;
-      values[j] = value * __bfloat162float(factors.values[j]);  // exact
+      values[j] *= __bfloat162float(factors.values[j]);  // exact
       most = fmaxf(most, fabsf(values[j]));
     }
   }
@@ -89,13 +74,11 @@ DEVICE void store_normed(const float4* exchange, const uint4& residual, const ui
   const int row = thread / 128 * 8 + item.row_in_tile;  // of those that this CTA finishes
   if (thread % 32 < 8) scratch[row * 4 + thread / 32 % 4] = {most, squares};
   consumers_sync();
-  float2 whole = {1e-10f, 0.f};
+  float2 parts[4];
 #pragma unroll
-  for (int warp = 0; warp < 4; ++warp) {
-    const float2 part = scratch[row * 4 + warp];
-    whole.x = fmaxf(whole.x, part.x), whole.y += part.y;
-  }
-  const float factor = 448.f / whole.x;
+  for (int warp = 0; warp < 4; ++warp) parts[warp] = scratch[row * 4 + warp];
+  most = fmaxf(fmaxf(parts[0].x, parts[1].x), fmaxf(parts[2].x, parts[3].x));
+  const float factor = 448.f / fmaxf(most, 1e-10f);
   if (item.is_inside) {
     const i64 index = static_cast<i64>(item.row) * o.num_features + item.feature;
     *reinterpret_cast<uint2*>(norms.values + index) =
@@ -105,7 +88,7 @@ DEVICE void store_normed(const float4* exchange, const uint4& residual, const ui
   if (thread % 128 < 8 && item.row < (o.num_rows + 3) / 4 * 4) {
     const i64 index = static_cast<i64>(first / 128) * norms.stride + item.row;
     norms.scales[index] = item.row < o.num_rows ? 1.f / factor : 0.f;
-    norms.new_squares[index] = whole.y;
+    norms.new_squares[index] = (parts[0].y + parts[1].y) + (parts[2].y + parts[3].y);
   }
 }
 

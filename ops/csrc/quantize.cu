@@ -11,6 +11,8 @@
 
 namespace {
 
+constexpr int kMostThreads = 512;
+
 // The scales behind the last row, up to a multiple of four, are zeros: the last row's CTA writes them.
 DEVICE void pad_scales(float* scales, int num_blocks, int num_rows, int stride) {
   if (static_cast<int>(blockIdx.x) != num_rows - 1) return;
@@ -19,65 +21,64 @@ DEVICE void pad_scales(float* scales, int num_blocks, int num_rows, int stride) 
     scales[static_cast<i64>(i / padding) * stride + num_rows + i % padding] = 0.f;
 }
 
-// The values of threads past the row's end are zeros.
-DEVICE void quantize_and_store(const float (&x)[8], u8* out, float* scale, bool is_inside) {
+// The values of threads past the row's end are zeros. Returns the scale.
+DEVICE float quantize_and_store(const float (&x)[8], u8* out, bool is_inside) {
   const Quantised group = quantize_group(x);
-  if (!is_inside) return;
-  *reinterpret_cast<uint2*>(out) = group.values;
-  if (threadIdx.x % 16 == 0) *scale = group.scale;
+  if (is_inside) *reinterpret_cast<uint2*>(out) = group.values;
+  return group.scale;
 }
 
-DEVICE float block_sum(float value) {
-  __shared__ float sums[32];
-  value = warp_sum(value);
-  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
-  __syncthreads();
-  float total = 0.f;
-  for (int i = 0; i < blockDim.x / 32; ++i) total += sums[i];
-  return total;
-}
-
-// Normalised in fp32, rounded, then scaled by the weight and rounded again.
+// bf16: normalised in fp32, rounded, then scaled by the weight and rounded again. Else the row times the
+// weight is quantised as it is, and its norm is in the scales, so that few rows get the bits that many get
+// from a linear (linear_wide_norm.cuh).
 //   row_stride: from a row of x to the next.
 template <bool kQuantises>
 DEVICE void rms_norm(const bf16* x, const bf16* weight, void* out, float* scales, float eps,
                      int num_rows, int num_columns, int row_stride, int scale_stride) {
+  __shared__ float sums[ITEMS * kMostThreads / 16];  // of squares, by groups of 128
   let_next_kernel_start();
   x += static_cast<i64>(blockIdx.x) * row_stride;
   const i64 start = static_cast<i64>(blockIdx.x) * num_columns;
+  const auto column_of = [](int item) { return (item * blockDim.x + threadIdx.x) * 8; };
   Bf16x8 weights[ITEMS] = {}, inputs[ITEMS] = {};
 #pragma unroll
-  for (int item = 0; item < ITEMS; ++item) {
-    const int column = (item * blockDim.x + threadIdx.x) * 8;
-    if (column < num_columns) weights[item] = *reinterpret_cast<const Bf16x8*>(weight + column);
-  }
+  for (int item = 0; item < ITEMS; ++item)
+    if (column_of(item) < num_columns)
+      weights[item] = *reinterpret_cast<const Bf16x8*>(weight + column_of(item));
   wait_for_previous_kernels();
-  float values[ITEMS][8], sum = 0.f;
+#pragma unroll
+  for (int item = 0; item < ITEMS; ++item)
+    if (column_of(item) < num_columns)
+      inputs[item] = *reinterpret_cast<const Bf16x8*>(x + column_of(item));
+  float values[ITEMS][8], group_scales[ITEMS];
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item) {
-    const int column = (item * blockDim.x + threadIdx.x) * 8;
-    if (column < num_columns) inputs[item] = *reinterpret_cast<const Bf16x8*>(x + column);
-  }
+    float(&v)[8] = values[item];
+    unpack(v, inputs[item]);
+    float squares = sum_of_squares({v[0], v[1], v[2], v[3]}) + sum_of_squares({v[4], v[5], v[6], v[7]});
 #pragma unroll
-  for (int item = 0; item < ITEMS; ++item) {
-    unpack(values[item], inputs[item]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum += values[item][i] * values[item][i];
-  }
-  const float factor = rsqrtf(block_sum(sum) / num_columns + eps);
-#pragma unroll
-  for (int item = 0; item < ITEMS; ++item) {
-    const int column = (item * blockDim.x + threadIdx.x) * 8;
-    const bool is_inside = column < num_columns;
-    const Bf16x8 result = scale_rounded(values[item], factor, weights[item]);
+    for (int lanes = 1; lanes < 16; lanes *= 2) squares += __shfl_xor_sync(~0u, squares, lanes);
+    if (threadIdx.x % 16 == 0) sums[column_of(item) / 128] = squares;
     if constexpr (kQuantises) {
-      float rounded[8];
-      unpack(rounded, result);
-      float* scale = scales + static_cast<i64>(column / 128) * scale_stride + blockIdx.x;
-      quantize_and_store(rounded, static_cast<u8*>(out) + start + column, scale, is_inside);
-    } else if (is_inside) {
-      *reinterpret_cast<Bf16x8*>(static_cast<bf16*>(out) + start + column) = result;
+      float factors[8];
+      unpack(factors, weights[item]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] *= factors[i];  // exact
+      group_scales[item] = quantize_and_store(v, static_cast<u8*>(out) + start + column_of(item),
+                                              column_of(item) < num_columns);
     }
+  }
+  __syncthreads();
+  const float part = sum_of_every_fourth(sums, ITEMS * blockDim.x / 16, 1, threadIdx.x % 32);
+  const float factor = inverse_rms(part, num_columns, eps);
+#pragma unroll
+  for (int item = 0; item < ITEMS; ++item) {
+    if (column_of(item) >= num_columns) break;
+    if constexpr (!kQuantises)
+      *reinterpret_cast<Bf16x8*>(static_cast<bf16*>(out) + start + column_of(item)) =
+          scale_rounded(values[item], factor, weights[item]);
+    else if (threadIdx.x % 16 == 0)
+      scales[static_cast<i64>(column_of(item) / 128) * scale_stride + blockIdx.x] = group_scales[item] * factor;
   }
   if (kQuantises) pad_scales(scales, (num_columns + 127) / 128, num_rows, scale_stride);
 }
@@ -109,7 +110,7 @@ extern "C" __global__ void quantize_rows(const bf16* x, u8* out, float* scales, 
   if (is_inside) input = *reinterpret_cast<const Bf16x8*>(x + index);
   float values[8];
   unpack(values, input);
-  quantize_and_store(values, out + index,
-                     scales + static_cast<i64>(column / 128) * scale_stride + row, is_inside);
+  const float scale = quantize_and_store(values, out + index, is_inside);
+  if (is_inside && threadIdx.x % 16 == 0) scales[static_cast<i64>(column / 128) * scale_stride + row] = scale;
   if (blockIdx.y == 0) pad_scales(scales, (num_columns + 127) / 128, num_rows, scale_stride);
 }

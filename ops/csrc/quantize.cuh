@@ -41,6 +41,29 @@ DEVICE Quantised quantize_group(const float (&x)[8]) {
           1.f / factor};
 }
 
+// The sums of squares of RMSNorm are those of a tree over neighbours within 128 columns, then of every
+// fourth of these groups, then of the four: the same bits wherever they are made. fp32 holds the square of
+// a bf16 exactly.
+DEVICE float sum_of_squares(const float4& x) { return (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w); }
+
+// A lane's part of the sum over all columns, from those of `count` groups, `stride` apart.
+DEVICE float sum_of_every_fourth(const float* groups, int count, int stride, int lane) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < count; i += 4) {
+    if (i + lane % 4 >= count) break;
+    sum += groups[(i + lane % 4) * stride];
+  }
+  return sum;
+}
+
+// 1 / rms; whole warps call this with their lanes' parts.
+DEVICE float inverse_rms(float part, int num_columns, float eps) {
+  part += __shfl_xor_sync(~0u, part, 1);
+  part += __shfl_xor_sync(~0u, part, 2);
+  return rsqrtf(__fadd_rn(__fmul_rn(part, 1.f / num_columns), eps));
+}
+
 // x * factor rounded to bf16, then times the weight, rounded.
 DEVICE Bf16x8 scale_rounded(const float (&x)[8], float factor, const Bf16x8& weight) {
   Bf16x8 result;

@@ -90,13 +90,17 @@ def test_row_major_scales_are_checked_where_they_are_restrided():
         BlockScaled.from_row_major(data, scale)
 
 
-def test_rms_norm_quantises_what_it_returns_otherwise():
+def test_rms_norm_in_8_bits_quantises_rows_times_weight_and_scales_them():
     x, weight = rows(5, 320), torch.randn(320).bfloat16()
     normed = quantize.rms_norm(x, weight, 1e-6, "bf16")
     assert torch.equal(normed, reference.rms_norm(x, weight, 1e-6))
     scaled = quantize.rms_norm(x, weight, 1e-6, "bsfp8")
-    data, scale = reference_fp8.quantize_rows(normed)
-    assert torch.equal(scaled.data.float(), data.float()) and torch.equal(scaled.scale, scale)
+    data, scale = reference_fp8.quantize_rows(x.float() * weight.float())
+    assert torch.equal(scaled.data.float(), data.float())
+    factors = (x.double().square().mean(1) + 1e-6).rsqrt()
+    expected = scale[:, :5].double() * factors
+    torch.testing.assert_close(scaled.scale[:, :5].double(), expected, rtol=5e-7, atol=0)
+    assert not scaled.scale[:, 5:].any()
 
 
 def poisoned(monkeypatch):
@@ -125,7 +129,8 @@ def test_the_kernels_quantise_bit_for_bit(num_rows, num_columns, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_rows", "num_columns"), SHAPES)
 def test_rms_norm_kernels(num_rows, num_columns, monkeypatch):
-    """fp32 sums in another order: at most one value in a thousand rounds to its neighbour."""
+    """bf16: sums in another order: at most one value in a thousand rounds to its neighbour. 8 bits: the
+    definition's bits, and scales but for the root's last."""
     poisoned(monkeypatch)
     x = rows(num_rows, num_columns, "cuda")
     weight = torch.randn(num_columns, device="cuda").bfloat16()
@@ -134,9 +139,9 @@ def test_rms_norm_kernels(num_rows, num_columns, monkeypatch):
     torch.testing.assert_close(normed, expected, rtol=2**-7, atol=1e-30)
     assert (normed != expected).float().mean() < 1e-3
     scaled = quantize.rms_norm(x, weight, 1e-6, "bsfp8")
-    data, scale = reference_fp8.quantize_rows(normed)
-    assert torch.equal(scaled.data.view(torch.uint8), data.view(torch.uint8))
-    assert torch.equal(scaled.scale, scale)
+    definition = quantize.unscaled_norm(x, weight, 1e-6).scaled()
+    assert torch.equal(scaled.data.view(torch.uint8), definition.data.view(torch.uint8))
+    torch.testing.assert_close(scaled.scale, definition.scale, rtol=3e-7, atol=0)
 
 
 @pytest.mark.gpu
