@@ -238,20 +238,34 @@ class FusedDualAR:
             if on_tail is not None and codebook == max(1, self._num_codebooks - _TAIL_PASSES):
                 on_tail()
             attend = self._frame_attend(state, start, codebook + 1 - start)
-            x = self._fast.forward(x, attend, normed)
-            last = x.view(num_rows, -1, x.shape[1])[:, -1]
-            logits = linear(self._fast.norm_for_head(last), self._code_head)
+            if start == 0 and 2 * num_rows > MAX_PENDING_ROWS:
+                x = self._first_pass(x, state)
+            else:
+                x = self._fast.forward(x, attend, normed)
+                x = x.view(num_rows, -1, x.shape[1])[:, -1]
+            logits = linear(self._fast.norm_for_head(x), self._code_head)
             x, normed = draw_codebook(logits, codebook, draws, self._fast_embeddings, codes, table)
             start = codebook + 1
 
-    def _frame_attend(self, state: FrameState, start: int, num_positions: int) -> Attend:
+    def _first_pass(self, x: Tensor, state: FrameState) -> Tensor:
+        """[2B, C], laid out [B, 2] -> [B, C] of position 1, all that is wanted of the last block."""
+        x, last, qkv = self._fast.forward_to_last(x, self._frame_attend(state, 0, 2))
+        attended = self._frame_attend(state, 0, 2, is_last_only=True)(-1, last, qkv)
+        block = self._fast.blocks(len(x) // 2)[-1]
+        return block.finish(x.view(-1, 2, x.shape[1])[:, 1], attended)[0]
+
+    def _frame_attend(
+        self, state: FrameState, start: int, num_positions: int, *, is_last_only: bool = False
+    ) -> Attend:
         def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Attended:
             eps, memory = block.config.norm_eps, state.fast.layers[layer]
             rope, where = self._fast.rope, (start, num_positions)
-            wo = block.wo if isinstance(block, FusedBlock) else None
             # Chained: a sampler lies between two passes.
             return frame_attention(
-                qkv, block.qk_norm, eps, rope, memory, *where, block.kind, is_chained=True, wo=wo
+                *(qkv, block.qk_norm, eps, rope, memory, *where, block.kind),
+                is_chained=True,
+                is_last_only=is_last_only,
+                wo=block.wo if isinstance(block, FusedBlock) else None,
             )
 
         return attend

@@ -192,6 +192,7 @@ def frame_attention(  # noqa: PLR0913 - one launch
     kind: Kind,
     *,
     is_chained: bool = False,
+    is_last_only: bool = False,
     wo: PackedWeight | None = None,
 ) -> Activation | PendingAttention:
     """The fast AR's attention: norm, rotate, append and attend in one launch.
@@ -202,14 +203,16 @@ def frame_attention(  # noqa: PLR0913 - one launch
         start: first position of every row.
         num_positions: 1 or 2.
         is_chained: see `decode_attention`.
+        is_last_only: of every row the last position alone attends; all are appended.
         wo: see there; its kernel may do all of it.
 
     Returns:
-        [R * num_positions, H * D].
+        [R * num_positions, H * D], or [R, H * D] if `is_last_only`.
     """
     if qkv.device.type != "cuda":
         args = (qkv, qk_norm, eps, rope, memory, start, num_positions)
-        return _as_kind(reference_paged.frame_attention(*args).flatten(1), kind)
+        out = reference_paged.frame_attention(*args).flatten(1)
+        return _as_kind(out[num_positions - 1 :: num_positions] if is_last_only else out, kind)
     num_rows, num_all, head_dim = qkv.shape
     _, capacity, num_kv_heads, num_held, _ = memory.shape
     num_heads = num_all - 2 * num_kv_heads
@@ -219,11 +222,12 @@ def frame_attention(  # noqa: PLR0913 - one launch
     assert num_rows // num_positions <= capacity, (num_rows, num_positions, capacity)
     assert start + num_positions <= num_held <= _MAX_HELD, (start, num_positions, num_held)
     linear_plan = plan_to_pend(wo, num_rows, num_heads, num_kv_heads, head_dim)
-    if linear_plan is not None and is_chained:
+    if linear_plan is not None and is_chained and not is_last_only:
         rotary = (qk_norm, rope, eps)
         return pending_frame(qkv, rotary, memory, start, num_positions, linear_plan)
     group = num_heads // num_kv_heads
-    out = Output(qkv, num_rows, num_heads * head_dim, kind)
+    num_out = num_rows // num_positions if is_last_only else num_rows
+    out = Output(qkv, num_out, num_heads * head_dim, kind)
     nvrtc.kernel(
         "frame_attention.cu",
         "frame_attention",
@@ -231,6 +235,7 @@ def frame_attention(  # noqa: PLR0913 - one launch
             "HEAD_DIM": head_dim,
             "GROUP": group,
             "POSITIONS": num_positions,
+            "IS_LAST_ONLY": int(is_last_only),
             "IS_CHAINED": int(is_chained),
         },
     ).launch(

@@ -249,6 +249,7 @@ class _Output(ctypes.Structure):
         ("scales", ctypes.c_void_p),
         ("num_rows", ctypes.c_int32),
         ("num_features", ctypes.c_int32),
+        ("residual_stride", ctypes.c_int32),
         ("scale_stride", ctypes.c_int32),
     )
 
@@ -275,7 +276,8 @@ def output_argument(out: Activation, bias: Tensor | None, residual: Tensor | Non
     values, scale = (out.data, out.scale) if isinstance(out, BlockScaled) else (out, None)
     pointers = [None if t is None else t.data_ptr() for t in (bias, residual, values, scale)]
     num_rows, num_features = values.shape
-    return _Output(*pointers, num_rows, num_features, ceil_div(num_rows, 4) * 4)
+    stride = 0 if residual is None else residual.stride(0)
+    return _Output(*pointers, num_rows, num_features, stride, ceil_div(num_rows, 4) * 4)
 
 
 def _norms(x: Input, norm: tuple[Tensor, UnscaledNorm] | None) -> _Norms:
@@ -341,8 +343,11 @@ def _tensor_map(
 def _check_added(out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     for name, extra, shape in (("bias", bias, out.shape[1:]), ("residual", residual, out.shape)):
         if extra is not None:
-            assert extra.dtype == torch.bfloat16 and extra.is_contiguous(), (name, extra.dtype)
+            assert extra.dtype == torch.bfloat16 and extra.stride(-1) == 1, (name, extra.dtype)
             assert extra.shape == shape, (name, extra.shape, shape)
+    if residual is not None:
+        is_aligned = residual.stride(0) % 8 == residual.data_ptr() % 16 == 0
+        assert residual.is_contiguous() or is_aligned, (residual.stride(), residual.data_ptr())
 
 
 def _check_input(x: Input, weight: PackedWeight) -> None:

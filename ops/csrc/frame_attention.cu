@@ -1,6 +1,7 @@
 // The fast AR's attention: at most 16 positions, kept as long as a frame. Norm, rotation, append and
 // attention of POSITIONS new positions of one row and one key/value head by one CTA.
-//   HEAD_DIM (D), GROUP query heads per key/value head, POSITIONS (1 or 2).
+//   HEAD_DIM (D), GROUP query heads per key/value head, POSITIONS (1 or 2); IS_LAST_ONLY: the last alone
+//   attends.
 //   IS_CHAINED: positions from before this launch are read, and the next kernel starts, before the kernel
 //   before it has ended.
 #include "attention.cuh"
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     }
   }
   __syncthreads();
-  if (warp >= POSITIONS) return;
+  if (warp >= POSITIONS || (IS_LAST_ONLY && warp < POSITIONS - 1)) return;
 
   const int position = start + warp;  // one warp per new position
   tile.patch({shared.keys[0], nullptr}, {shared.values[0], nullptr}, start, position, lane);
@@ -73,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
   acc.init(shared.queries[warp][lane / 4 % GROUP]);
   acc.add_keys(tile, scale_log2, {position, position}, lane);
   acc.add_values(tile);
-  const HeadOutput out = {out_values, out_quantised, out_scales, static_cast<int>(gridDim.y) * POSITIONS,
-                      num_heads};
-  acc.finish(out, first_row + warp, kv_head * GROUP, GROUP, lane);
+  const int num_rows = gridDim.y * (IS_LAST_ONLY ? 1 : POSITIONS);
+  const HeadOutput out = {out_values, out_quantised, out_scales, num_rows, num_heads};
+  acc.finish(out, IS_LAST_ONLY ? blockIdx.y : first_row + warp, kv_head * GROUP, GROUP, lane);
 }

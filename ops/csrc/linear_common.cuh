@@ -52,17 +52,17 @@ DEVICE void multiply(float (&d)[N / 2], u32 left, u32 right, bool accumulate) {
 
 struct Output {
   const bf16* bias;      // [N] or null
-  const bf16* residual;  // [M, N] or null
+  const bf16* residual;  // [M, N], its rows `residual_stride` apart, or null
   void* out;             // [M, N]
   float* scales;         // [N / 128, scale_stride], if quantised
-  int num_rows, num_features, scale_stride;
+  int num_rows, num_features, residual_stride, scale_stride;
 
   // Leaves the rows of one CTA: `most` from `first` on.
   DEVICE void keep_rows(int first, int most) {
     const i64 skipped = static_cast<i64>(first) * num_features;
     num_rows = min(num_rows - first, most);
     out = static_cast<u8*>(out) + skipped * (kQuantises ? 1 : 2);
-    if (residual != nullptr) residual += skipped;
+    if (residual != nullptr) residual += static_cast<i64>(first) * residual_stride;
     if (kQuantises) scales += first;
   }
 };

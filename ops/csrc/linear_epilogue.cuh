@@ -19,10 +19,10 @@ DEVICE void store_whole(const float (&acc)[COLS / 2], const Output& o, int first
     for (int i = 0; i < 4; ++i) {
       const int feature = first + warp * 16 + lane / 4 + i / 2 * 8, row = unit * 8 + lane % 4 * 2 + i % 2;
       if (row >= o.num_rows || feature >= o.num_features) continue;
-      const i64 index = static_cast<i64>(row) * o.num_features + feature;
       const float bias = o.bias != nullptr ? __bfloat162float(o.bias[feature]) : 0.f;
-      const float residual = o.residual != nullptr ? __bfloat162float(o.residual[index]) : 0.f;
-      static_cast<bf16*>(o.out)[index] =
+      const bf16* of_row = o.residual + static_cast<i64>(row) * o.residual_stride;
+      const float residual = o.residual != nullptr ? __bfloat162float(of_row[feature]) : 0.f;
+      static_cast<bf16*>(o.out)[static_cast<i64>(row) * o.num_features + feature] =
           rounded(acc[unit * 4 + i], bias, residual, o.residual != nullptr);
     }
   }
@@ -79,9 +79,9 @@ DEVICE void load_residuals(bf16 (&residuals)[kPairs][2], const Output& o, int fi
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     const Pair p = pair_of(i, o, first, warp, lane);
-    const bf16* source = o.residual + static_cast<i64>(p.row) * o.num_features + p.feature;
+    const bf16* source = o.residual + static_cast<i64>(p.row) * o.residual_stride + p.feature;
     if (p.has_first) residuals[i][0] = source[0];
-    if (p.has_second) residuals[i][1] = source[o.num_features];
+    if (p.has_second) residuals[i][1] = source[o.residual_stride];
   }
 }
 

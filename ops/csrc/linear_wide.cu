@@ -205,7 +205,7 @@ DEVICE void finish(const float (&acc)[WIDTH / 2], u8* ring, u8* exchange, float*
     }
   } else {
     uint4 residuals[kItems];
-    put_partial_sums(acc, ring, o.num_rows, at);
+    put_partial_sums(acc, ring, exchange, arrived, o.num_rows, rank, at);
     open_exchange();
     send_partial_sums(ring, exchange, arrived, o.num_rows, rank, at);
     load_residuals(residuals, o, first, rank, at.thread);

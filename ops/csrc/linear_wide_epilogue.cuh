@@ -95,17 +95,37 @@ DEVICE void leave_exchange() {
   cluster_wait();
 }
 
+// Groups of 8 rows that a rank finishes.
+DEVICE int groups_of(int rank, int num_rows) {
+  return min(max((num_rows + 7) / 8 - rank * kRowGroups, 0), kRowGroups);
+}
+
+// Where the sums of such a group lie, bytes: in a CTA that makes them, and in the one that finishes them.
+DEVICE int source_of(int group, const Place& at) { return (group * kUnits + at.col_group * (WIDTH / 8)) * 256; }
+DEVICE int target_of(int group, int rank, const Place& at) {
+  const int part = rank % SPLIT * kRowGroups + group % kRowGroups;
+  return ((part * kTiles + rank / SPLIT) * kUnits + at.col_group * (WIDTH / 8)) * 256;
+}
+
 // A warp's sums, of 16 rows of x, go into the ring: [2 groups of 8 rows][unit of 8 columns] tiles of
 // 8 x 8, row by row. From there each group goes to the rank that finishes it, where they lie by source
-// rank.
-DEVICE void put_partial_sums(const float (&acc)[WIDTH / 2], u8* ring, int num_rows, const Place& at) {
+// rank; its own go there at once (memcheck refuses a bulk copy to the CTA it comes from).
+DEVICE void put_partial_sums(const float (&acc)[WIDTH / 2], u8* ring, u8* exchange, u32 arrived,
+                             int num_rows, int rank, const Place& at) {
   consumers_sync();  // all warps are past the last stage
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int group = at.row / 8 + half;
     if (group * 8 >= num_rows) break;
-    const int first_unit = group * kUnits + at.col_group * (WIDTH / 8);
-    float2* target = reinterpret_cast<float2*>(ring) + first_unit * 32 + at.lane;
+    if (kCluster > 1 && group / kRowGroups == rank) {
+      const u32 target = shared_address(exchange) + target_of(group, rank, at) + at.lane * 8;
+#pragma unroll
+      for (int unit = 0; unit < WIDTH / 8; ++unit)
+        cluster_send2(cluster_address(target, rank) + unit * 256, acc[unit * 4 + half * 2],
+                      acc[unit * 4 + half * 2 + 1], cluster_address(arrived, rank));
+      continue;
+    }
+    float2* target = reinterpret_cast<float2*>(ring + source_of(group, at)) + at.lane;
 #pragma unroll
     for (int unit = 0; unit < WIDTH / 8; ++unit)
       target[unit * 32] = {acc[unit * 4 + half * 2], acc[unit * 4 + half * 2 + 1]};
@@ -116,23 +136,14 @@ DEVICE void put_partial_sums(const float (&acc)[WIDTH / 2], u8* ring, int num_ro
     fence_async_proxy(), __syncwarp();
 }
 
-// Groups of 8 rows that a rank finishes.
-DEVICE int groups_of(int rank, int num_rows) {
-  return min(max((num_rows + 7) / 8 - rank * kRowGroups, 0), kRowGroups);
-}
-
 DEVICE void send_partial_sums(const u8* ring, u8* exchange, u32 arrived, int num_rows, int rank,
                               const Place& at) {
   if (kCluster == 1) return;
-  const int group = at.row / 8 + at.lane;  // of lanes 0 and 1
-  if (at.lane < 2 && group * 8 < num_rows) {
-    const int target = group / kRowGroups, columns = at.col_group * (WIDTH / 8) * 256;
-    const int part = rank % SPLIT * kRowGroups + group % kRowGroups;
-    const int place = (part * kTiles + rank / SPLIT) * kUnits * 256 + columns;
-    cluster_copy(cluster_address(shared_address(exchange) + place, target),
-                 shared_address(ring) + group * kUnits * 256 + columns, WIDTH / 8 * 256,
+  const int group = at.row / 8 + at.lane, target = group / kRowGroups;  // of lanes 0 and 1
+  if (at.lane < 2 && group * 8 < num_rows && target != rank)
+    cluster_copy(cluster_address(shared_address(exchange) + target_of(group, rank, at), target),
+                 shared_address(ring) + source_of(group, at), WIDTH / 8 * 256,
                  cluster_address(arrived, target));
-  }
   __syncwarp();
 }
 
@@ -171,7 +182,7 @@ DEVICE void load_residuals(uint4 (&residuals)[kItems], const Output& o, int firs
     const Item item = item_of(i, o, first, rank, thread);
     if (item.is_inside)
       residuals[i] = *reinterpret_cast<const uint4*>(
-          o.residual + static_cast<i64>(item.row) * o.num_features + item.feature);
+          o.residual + static_cast<i64>(item.row) * o.residual_stride + item.feature);
   }
 }
 
@@ -186,7 +197,7 @@ DEVICE uint4 summed(const float4* exchange, const uint4& residuals, const Output
     sums[0] += low.x, sums[1] += low.y, sums[2] += low.z, sums[3] += low.w;
     sums[4] += high.x, sums[5] += high.y, sums[6] += high.z, sums[7] += high.w;
   }
-  const i64 index = static_cast<i64>(item.row) * o.num_features + item.feature;
+  const bf16* residuals_at = o.residual + static_cast<i64>(item.row) * o.residual_stride + item.feature;
   const int count = is_whole(o) ? 8 : min(8, o.num_features - item.feature);
   Vector8 residual = {residuals}, result;
 #pragma unroll
@@ -194,7 +205,7 @@ DEVICE uint4 summed(const float4* exchange, const uint4& residuals, const Output
     if (j >= count) break;
     if (o.bias != nullptr) sums[j] += __bfloat162float(o.bias[item.feature + j]);
     if (o.residual == nullptr) continue;
-    if (!is_whole(o)) residual.values[j] = o.residual[index + j];
+    if (!is_whole(o)) residual.values[j] = residuals_at[j];
     sums[j] = bf16_round(sums[j]) + __bfloat162float(residual.values[j]);
   }
 #pragma unroll

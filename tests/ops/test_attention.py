@@ -229,7 +229,10 @@ def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
                 "IS_FP8": 1,
             },
         ),
-        ("frame_attention.cu", {"HEAD_DIM": 64, "GROUP": 5, "POSITIONS": 2, "IS_CHAINED": 1}),
+        (
+            "frame_attention.cu",
+            {"HEAD_DIM": 64, "GROUP": 5, "POSITIONS": 2, "IS_LAST_ONLY": 1, "IS_CHAINED": 1},
+        ),
     ],
 )
 def test_compiles_without_a_gpu(source, defines, arch):

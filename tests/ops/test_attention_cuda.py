@@ -322,6 +322,26 @@ def test_frame_attention_matches(heads, num_rows, with_norm):
             assert torch.equal(bits(scaled.data), bits(quantize_rows(out).data))
 
 
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize("heads", [S2_PRO, EMBEDDED])
+def test_the_last_position_alone_may_attend(heads, kind):
+    """The bits of both, and both are appended."""
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = torch.randn(18, num_heads + 2 * num_kv_heads, head_dim, device="cuda").bfloat16()
+    rope = reference.rope_table(11, head_dim, 1e6, torch.device("cuda"))
+    memories = torch.zeros(2, 2, 9, num_kv_heads, 11, head_dim, device="cuda").bfloat16()
+    both, last = (
+        attention.frame_attention(
+            qkv, None, EPS, rope, memory, 0, 2, kind, is_last_only=is_last_only
+        )
+        for memory, is_last_only in zip(memories, (False, True), strict=True)
+    )
+    assert torch.equal(*memories) and memories.any()
+    if kind == "bsfp8":
+        both, last = both.dequantize(), last.dequantize()
+    assert last.shape == (9, num_heads * head_dim) and torch.equal(last, both[1::2])
+
+
 @pytest.mark.parametrize("num_rows", [1, 64])
 def test_frame_attention_replays(num_rows):
     rope = reference.rope_table(11, 128, 1e6, torch.device("cuda"))

@@ -178,6 +178,18 @@ def test_linear_kernels(n, k, kind):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+@pytest.mark.parametrize(("n", "k"), [(2560, 4096), (450, 832)])
+def test_rows_of_a_residual_may_lie_apart(n, k, kind):
+    weight = packed(random_weight(n, k, "cuda"), kind)
+    for num_rows in (1, 16, 32, 64, 100, 130):
+        x = activation(random_rows(num_rows, k, "cuda"), kind)
+        apart = random_rows(2 * num_rows, 8 * (n // 8 + 1), "cuda")[1::2, :n]
+        expected = linear(x, weight, residual=apart.contiguous())
+        assert torch.equal(linear(x, weight, residual=apart), expected), num_rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
 @pytest.mark.parametrize(("n", "k"), GATE_UP)
 def test_gate_up_kernels(n, k, kind):
     weight = random_weight(n, k, "cuda")
