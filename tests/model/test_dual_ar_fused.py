@@ -128,42 +128,44 @@ def test_a_prompt_that_rides_with_its_first_frame_is_prefilled(has_history):
         assert torch.equal(plain, ridden)
 
 
-def test_rows_that_only_fill_memory_need_the_last_layers_keys_and_values_alone(monkeypatch):
-    """Prompts in a call, and those that ride with a frame: what the MLPs of the slow AR take."""
-    model, num_rows = make_random_model(), []
-    model.use_kernels("bf16")
+@pytest.fixture
+def mlp_rows(monkeypatch) -> list[int]:
+    """How many rows each MLP has taken."""
+    num_rows = []
 
     def gate_up(x, weight, run=fused_stack.gate_up_swiglu):
         num_rows.append(len(x))
         return run(x, weight)
 
     monkeypatch.setattr(fused_stack, "gate_up_swiglu", gate_up)
+    return num_rows
+
+
+def test_rows_that_only_fill_memory_need_the_last_layers_keys_and_values_alone(mlp_rows):
+    """Prompts in a call, and those that ride with a frame."""
+    model = make_random_model()
+    model.use_kernels("bf16")
     cache, state = model.new_cache(2, 128), model.new_frame_state(2)
     enter(model, cache, state, 0, random_prompt(20, 0), GREEDY)
     num_layers = model.config.slow.num_layers
-    assert num_rows == [19] * (num_layers - 1)
-    num_rows.clear()
+    assert mlp_rows == [19] * (num_layers - 1)
+    mlp_rows.clear()
     rows = torch.zeros(7, 1 + model.config.num_codebooks, dtype=torch.int32)
     riders = Riders(rows, torch.full((7,), 1), torch.arange(7))
     model.decode_frame(state, torch.tensor([0]), cache, riders=riders)
-    assert num_rows[:num_layers] == [8] * (num_layers - 1) + [1]
+    assert mlp_rows[:num_layers] == [8] * (num_layers - 1) + [1]
 
 
-def test_position_0_of_the_fast_ar_needs_the_last_layers_keys_and_values_alone(monkeypatch):
-    model, num_rows = make_random_model(), []
+def test_position_0_of_the_fast_ar_needs_the_last_layers_keys_and_values_alone(mlp_rows):
+    model = make_random_model()
     model.use_kernels("bf16")
-
-    def gate_up(x, weight, run=fused_stack.gate_up_swiglu):
-        num_rows.append(len(x))
-        return run(x, weight)
-
     cache, state = model.new_cache(3, 128), model.new_frame_state(3)
     for slot in range(3):
         enter(model, cache, state, slot, random_prompt(9, slot), GREEDY)
-    monkeypatch.setattr(fused_stack, "gate_up_swiglu", gate_up)
+    mlp_rows.clear()
     model.decode_frame(state, torch.arange(3), cache)
     num_layers = model.config.fast.num_layers
-    passes = num_rows[model.config.slow.num_layers :]
+    passes = mlp_rows[model.config.slow.num_layers :]
     assert passes[:num_layers] == [6] * (num_layers - 1) + [3]
     assert passes[num_layers:] == [3] * num_layers * (model.config.num_codebooks - 2)
 
