@@ -51,6 +51,7 @@ class GraphSet(Generic[Out]):
         self._run = run
         self._sizes = sorted(sizes)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Out]] = {}
+        self._has_run = False  # in every size
         self.nbytes = 0  # of the graphs' memory pool; what the driver keeps of them is not in it
 
     @property
@@ -65,10 +66,11 @@ class GraphSet(Generic[Out]):
             with torch.cuda.device(self._device):
                 for size in self._sizes[::-1]:
                     self._run(size)
+            self._has_run = True
 
     def capture(self, progress: Progress = iter, *, priority: int = 0) -> None:
-        """Warm up and capture every size, the largest first, so that the others find its memory in
-        the pool. Without CUDA it does nothing.
+        """Capture every size, the largest first, so that the others find its memory in the pool. Each
+        is run once before, or after `compile` the largest alone. Without CUDA it does nothing.
 
         Args:
             priority: of the captured kernels, as of a stream; negative goes first.
@@ -105,8 +107,9 @@ class GraphSet(Generic[Out]):
     def _capture(
         self, size: int, pool: Any, stream: torch.cuda.Stream
     ) -> tuple[torch.cuda.CUDAGraph, Out]:
-        with torch.cuda.stream(stream):
-            self._run(size)  # compiles kernels, makes handles and workspaces
+        if not self._has_run or not self._graphs:
+            with torch.cuda.stream(stream):
+                self._run(size)  # compiles kernels, makes handles and the stream's workspaces
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             result = self._run(size)

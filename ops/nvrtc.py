@@ -82,7 +82,7 @@ class Kernel:
         """
         ahead = getattr(_thread, "ahead", None)
         if ahead is not None:
-            ahead.want(self._program(torch.cuda.current_device()))
+            ahead.want(self, torch.cuda.current_device())
             return
         device = torch._C._cuda_getDevice()
         handle = self._handles.get(device) or self._load(device)
@@ -144,13 +144,19 @@ def kernel(source: str, name: str, *, defines: Mapping[str, int | str] | None = 
 
 
 class _Ahead:
-    """Programs that are compiled side by side, each once. NVRTC lets other threads run meanwhile."""
+    """Kernels whose programs are compiled side by side, each once. NVRTC lets other threads run
+    meanwhile."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_num_threads(), thread_name_prefix="plosive-compile")
         self._jobs: dict[_Program, Future[Any]] = {}
+        self._kernels: dict[tuple[Kernel, int], None] = {}  # with their devices
 
-    def want(self, program: _Program) -> None:
+    def want(self, kernel: Kernel, device: int) -> None:
+        if (kernel, device) in self._kernels:
+            return
+        self._kernels[kernel, device] = None
+        program = kernel._program(device)
         if program not in self._jobs:
             self._jobs[program] = self._pool.submit(_library, *program)
 
@@ -158,6 +164,8 @@ class _Ahead:
         self._pool.shutdown()
         for job in self._jobs.values():
             job.result()
+        for kernel, device in self._kernels:
+            kernel._load(device)
 
 
 def _num_threads() -> int:
@@ -169,8 +177,8 @@ def _num_threads() -> int:
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Inside, this thread's launches launch nothing: what they need is compiled, many at once, and is
-    there afterwards. What kernels would have written is left as it was.
+    """Inside, this thread's launches launch nothing: what they need is compiled, many at once, and
+    loaded afterwards, so that it may be captured. What kernels would have written is left as it was.
 
     Raises:
         KernelError: afterwards, of the first that could not be compiled.

@@ -211,7 +211,7 @@ def test_start_up_compiles_all_that_a_deep_stack_launches(kind, monkeypatch):
     """Though it goes through three blocks of each stack alone."""
     monkeypatch.setitem(CONFIGS, "deep", s2_like_config(num_layers=6))
     streams = Streams("deep", kind, num_slots=40)
-    programs = []
+    kernels = []
     for skips in (True, False):
         if not skips:
             monkeypatch.setattr("model.fused_stack.is_compiling", lambda: False)
@@ -219,5 +219,5 @@ def test_start_up_compiles_all_that_a_deep_stack_launches(kind, monkeypatch):
             for num_slots in (1, 8, 20, 40):
                 slots = torch.arange(num_slots, device="cuda")
                 streams.model.decode_frame(streams.state, slots, streams.cache)
-            programs.append(set(nvrtc._thread.ahead._jobs))
-    assert programs[0] == programs[1] and len(programs[0]) > 4
+            kernels.append(set(nvrtc._thread.ahead._kernels))
+    assert kernels[0] == kernels[1] and len(kernels[0]) > 4

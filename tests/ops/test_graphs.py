@@ -45,6 +45,27 @@ def test_garbage_is_left_alone_during_a_capture_only(is_enabled):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("is_compiled", [False, True])
+@torch.inference_mode()
+def test_what_has_run_to_be_compiled_does_not_run_again_before_it_is_captured(is_compiled):
+    source, sizes = torch.randn(8, 64, device="cuda"), []
+
+    def run(size: int) -> torch.Tensor:
+        sizes.append(size)
+        return source[:size].sin()
+
+    graphs = GraphSet(torch.device("cuda"), run, [1, 4, 8])
+    if is_compiled:
+        graphs.compile()
+        assert sizes == [8, 4, 1]
+    sizes.clear()
+    graphs.capture()
+    assert sizes == ([8, 8, 4, 1] if is_compiled else [8, 8, 4, 4, 1, 1])
+    for size in (1, 4, 8):
+        assert torch.equal(graphs(size), source[:size].sin())
+
+
+@pytest.mark.gpu
 @torch.inference_mode()
 def test_a_captured_set_replays_what_the_call_does():
     device = torch.device("cuda")

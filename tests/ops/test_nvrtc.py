@@ -126,11 +126,12 @@ def test_the_same_kernel_is_one_object(sources):
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """What is loaded, on a device that is made up; `_library` is replaced by `loaded.append`."""
+    """Programs that are loaded, and kernels, on a device that is made up."""
     programs = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(nvrtc, "_arch", lambda device: "sm_90a")
     monkeypatch.setattr(nvrtc, "_library", lambda *program: programs.append(program))
+    monkeypatch.setattr(nvrtc.Kernel, "_load", lambda kernel, device: programs.append(kernel))
     return programs
 
 
@@ -143,10 +144,12 @@ def test_launches_ahead_are_compiled_side_by_side_and_once(loaded, monkeypatch):
 
     monkeypatch.setattr(nvrtc, "_library", load)
     monkeypatch.setattr(nvrtc, "_num_threads", lambda: 2)
+    kernels = [nvrtc.kernel("add.cu", "add", defines={"SCALE": scale}) for scale in (2, 3)]
     with nvrtc.compiling():
-        for scale in (2, 3, 2, 3):
-            nvrtc.kernel("add.cu", "add", defines={"SCALE": scale}).launch((1,), (64,), [])
-    assert sorted(loaded) == [("add.cu", "sm_90a", (("SCALE", scale),)) for scale in (2, 3)]
+        for kernel in (*kernels, *kernels):
+            kernel.launch((1,), (64,), [])
+    assert sorted(loaded[:2]) == [("add.cu", "sm_90a", (("SCALE", scale),)) for scale in (2, 3)]
+    assert loaded[2:] == kernels, "loaded when they are compiled"
 
 
 def test_what_cannot_be_compiled_ahead_is_told_and_launches_are_launches_again(loaded, monkeypatch):
@@ -154,6 +157,7 @@ def test_what_cannot_be_compiled_ahead_is_told_and_launches_are_launches_again(l
         raise nvrtc.KernelError(str(program))
 
     monkeypatch.setattr(nvrtc, "_library", fail)
+    monkeypatch.setattr(nvrtc.Kernel, "_load", fail)
     kernel = nvrtc.kernel("add.cu", "add", defines={"SCALE": 7})
     with pytest.raises(nvrtc.KernelError, match="add.cu"), nvrtc.compiling():
         kernel.launch((1,), (64,), [])
@@ -173,8 +177,12 @@ def test_what_was_compiled_ahead_has_not_run_and_runs(sources, monkeypatch):
     with nvrtc.compiling():
         kernel.launch((1,), (64,), args)
     assert not out.any()
-    monkeypatch.setattr(nvrtc, "compile_source", None)  # it is there
-    kernel.launch((1,), (64,), args)
+    monkeypatch.setattr(nvrtc.Kernel, "_load", None)  # it is there
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.launch((1,), (64,), args)
+    assert not out.any()
+    graph.replay()
     assert torch.equal(out, a + 33)
 
 
