@@ -69,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_level_arguments(parser)
     _add_load_arguments(parser)
     _add_server_arguments(parser)
     args = parser.parse_args(argv)
@@ -80,83 +81,61 @@ def main(argv: list[str] | None = None) -> int:
     return exit_status("bench_ttfa", partial(_run, args))
 
 
-def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    load = parser.add_argument_group("load")
-    load.add_argument(
-        "-c", "--concurrency", type=positive_int, nargs="*", metavar="N", help="closed loops"
-    )
-    load.add_argument(
-        "--rate", type=positive_float, nargs="*", default=[], metavar="R", help="open loops"
-    )
-    load.add_argument(
-        "--paced", type=positive_int, nargs="*", default=[], metavar="N", help="paced streams"
-    )
-    load.add_argument(
-        "--keep-going", action="store_true", help="to more streams than those that stalled"
-    )
-    load.add_argument(
+def _add_level_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which levels there are."""
+    option = parser.add_argument_group("levels").add_argument
+    numbers: dict[str, Any] = {"type": positive_int, "nargs": "*", "default": [], "metavar": "N"}
+    option("-c", "--concurrency", **numbers | {"default": None}, help="closed loops")
+    option("--at-once", **numbers, help="closed loops that begin together, whatever --ramp says")
+    option("--rate", **numbers | {"type": positive_float, "metavar": "R"}, help="open loops")
+    option("--paced", **numbers, help="paced streams")
+    option("--keep-going", action="store_true", help="to more streams than those that stalled")
+    option(
         "--references",
-        type=length_s,
-        nargs="*",
-        default=[],
-        metavar="SECONDS",
+        **numbers | {"type": length_s, "metavar": "SECONDS"},
         help="speaker references of these lengths; 0: without one",
     )
-    load.add_argument(
-        "--lengths",
-        type=positive_int,
-        nargs="*",
-        default=[],
-        metavar="CHARS",
-        help="texts of about these lengths",
-    )
-    load.add_argument(
-        "--seconds",
-        type=positive_float,
-        help="each level lasts so long (default: --turns)",
-    )
-    load.add_argument(
+    option("--lengths", **numbers | {"metavar": "CHARS"}, help="texts of about these lengths")
+
+
+def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long each level is, and what is said in it."""
+    option = parser.add_argument_group("load").add_argument
+    option("--turns", type=positive_int, default=30, help="per level (default: 30)")
+    option("--seconds", type=positive_float, help="each level lasts so long (default: --turns)")
+    option(
         "--ramp",
         type=length_s,
         default=0.0,
         metavar="SECONDS",
         help="closed loops of --seconds begin spread over as long before (default: all at once)",
     )
-    load.add_argument(
-        "--at-once",
-        type=positive_int,
-        nargs="*",
-        default=[],
-        metavar="N",
-        help="closed loops that begin together, whatever --ramp says",
-    )
-    load.add_argument(
+    option(
         "--paced-seconds",
         type=positive_float,
         default=_PACED_S,
         help="each paced level (default: 20)",
     )
-    load.add_argument("--turns", type=positive_int, default=30, help="per level (default: 30)")
-    load.add_argument(
+    option(
         "--warmup",
         type=count,
         default=2,
         help="turns of each session that are not measured (default: 2)",
     )
-    load.add_argument("--texts", choices=KINDS, default="mixed", help="default: mixed")
-    load.add_argument(
+    option("--texts", choices=KINDS, default="mixed", help="default: mixed")
+    option(
         "--chars",
         type=positive_int,
         metavar="N",
         help="of each text, about, at every level (default: as they come, 60 to 250)",
     )
-    load.add_argument(
+    option(
         "--words-per-s", type=positive_float, help="stream the text at this pace (default: whole)"
     )
-    load.add_argument("--voice", help="default: the server's")
-    load.add_argument("--codec", choices=("opus", "pcm_s16le"), default="opus")
-    load.add_argument("--max-lead-ms", type=positive_int, help="overrides what the loops ask for")
-    load.add_argument("--seed", type=count, default=1, help="of texts, arrivals and sampling")
+    option("--voice", help="default: the server's")
+    option("--codec", choices=("opus", "pcm_s16le"), default="opus")
+    option("--max-lead-ms", type=positive_int, help="overrides what the loops ask for")
+    option("--seed", type=count, default=1, help="of texts, arrivals and sampling")
 
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
