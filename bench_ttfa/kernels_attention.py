@@ -28,9 +28,10 @@ from bench_ttfa.command import file_to_write
 from bench_ttfa.gpu_timing import Call, Timing, graph_us, need_cuda, num_copies, rotated
 from bench_ttfa.system import describe_machine, describe_software
 from model.kv_cache import KvFormat
-from ops import attention, attention_launch, reference, sampling
+from ops import attention, reference, sampling
 from ops.attention_launch import Scratch
-from ops.attention_plans import most_parts_of, plan_for
+from ops.attention_plans import most_parts_of
+from ops.attention_shared import shared_attention
 from ops.embedding import embed_rows
 from ops.fp8_rows import Fp8Rows, KvRows
 from ops.packing import PackedWeight, pack_fp8
@@ -88,18 +89,6 @@ class Layers:
 
         return graph_us(rotated(make, len(self.pages)))
 
-    def attention_us(self) -> float:
-        """`paged_attention` of queries that are rotated already."""
-        q = self.qkv[:, :NUM_HEADS].contiguous()
-        max_pages, in_8_bits = self.page_table.shape[1], isinstance(self.pages[0], Fp8Rows)
-        plan = plan_for(len(self.qkv), NUM_KV_HEADS, max_pages, PAGE, is_fp8=in_8_bits)
-
-        def make(copy: int) -> Call:
-            where = self.where(copy)
-            return lambda: attention_launch.launch_paged(q, None, where, "bsfp8", plan)
-
-        return graph_us(rotated(make, len(self.pages)))
-
     def decode_us(self, wo: PackedWeight | None = None) -> float:
         """`decode_attention`: norm, rotation and append included. With `wo` it may leave the end to
         that."""
@@ -117,7 +106,7 @@ class Layers:
         return graph_us(rotated(make, len(self.pages)))
 
     def span_us(self, num_rows: int) -> float:
-        """`paged_attention` of the last rows of the first slot."""
+        """`shared_attention` of the last rows of the first slot."""
         q = normal(num_rows, NUM_HEADS, HEAD_DIM)
         last = int(self.positions[0])
         positions = torch.arange(last + 1 - num_rows, last + 1, device="cuda")
@@ -125,7 +114,7 @@ class Layers:
 
         def make(copy: int) -> Call:
             where = (self.pages[copy], self.page_table, slots, positions)
-            return lambda: attention.paged_attention(q, *where, "bsfp8", is_span=True)
+            return lambda: shared_attention(q, *where, "bsfp8")
 
         return graph_us(rotated(make, len(self.pages)))
 
@@ -152,7 +141,6 @@ def attention_timings(kv_format: KvFormat) -> Iterable[Timing]:
     for num_rows, length in CONTEXTS:
         layers = Layers([length] * num_rows, kv_format)
         variants = {
-            "paged_attention": layers.attention_us(),
             "decode_attention": layers.decode_us(),
             "rope_append": layers.append_us(),
         }
@@ -174,7 +162,7 @@ def span_timings(kv_format: KvFormat) -> Iterable[Timing]:
         layers = Layers([length], kv_format)
         us = layers.span_us(num_rows)
         label = f"span of a prompt, {kv_format}, {length} positions"
-        yield Timing(label, "paged_attention", num_rows, us, layers.read_bytes / us / 1000)
+        yield Timing(label, "shared_attention", num_rows, us, layers.read_bytes / us / 1000)
 
 
 def mixed_timing(kv_format: KvFormat) -> Timing:

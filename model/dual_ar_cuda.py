@@ -25,8 +25,8 @@ from model.fused_stack import Attend, Attended, FusedBlock, FusedStack, take_pac
 from model.kv_cache import KVCache
 from model.layers import Block
 from model.wide_rows import WideBlock, has_room
-from ops.attention import decode_attention, frame_attention, paged_attention, rope_append
-from ops.attention_shared import shared_attention
+from ops.attention import decode_attention, frame_attention, rope_append
+from ops.attention_shared import shared_attention, shared_decode_attention
 from ops.embedding import embed_rows
 from ops.fp8_rows import KvRows
 from ops.linear import linear
@@ -108,11 +108,7 @@ class FusedDualAR:
         """See `DualAR.prefill_rows`. Neighbours of one slot share what attention reads."""
         places = _Places(cache, slots, positions)
 
-        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
-            q = self._append(layer, block, qkv, places)
-            return paged_attention(q, *places.of(layer), block.kind, is_span=True)
-
-        self._fill(self._embed(rows, None), attend, places)
+        self._fill(self._embed(rows, None), places)
 
     def decode_frame(
         self,
@@ -157,9 +153,11 @@ class FusedDualAR:
         """[B, C], the slow AR's hidden state after the final norm."""
         places = _Places(cache, slots, state.position.index_select(0, slots))
 
-        def attend_alone(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Attended:
+        def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Attended:
+            # Both may start early: positions and table are older than `embed_rows`.
             rotary = (block.qk_norm, block.config.norm_eps, self._slow.rope)
-            # Chained: positions and table are older than `embed_rows`.
+            if shares_pages:
+                return shared_decode_attention(*(qkv, *rotary, *places.of(layer), block.kind))
             return decode_attention(
                 *(qkv, *rotary, *places.of(layer), block.kind),
                 is_chained=True,
@@ -168,12 +166,10 @@ class FusedDualAR:
             )
 
         x = self._embed(state.rows, slots)
-        if riders is not None:
-            x = self._decode_with(riders, x, places)
-        elif shares_pages:
-            x = self._slow.forward(x, self._attend_shared(places, is_chained=True))
+        if riders is None:
+            x = self._slow.forward(x, attend)
         else:
-            x = self._slow.forward(x, attend_alone)
+            x = self._decode_with(riders, x, places)
         return self._slow.final_norm(x)
 
     def _decode_with(self, riders: Riders, x: Tensor, places: _Places) -> Tensor:
@@ -185,35 +181,27 @@ class FusedDualAR:
         slots = torch.cat([places.slots, riders.slots])
         of_all = _Places(cache, slots, torch.cat([places.positions, riders.positions]))
         x = torch.cat([x, self._embed(riders.rows, None)])
-        x, q = self._fill(x, self._attend_shared(of_all, is_chained=False), of_all)
+        x, q = self._fill(x, of_all)
         last = self._slow.blocks(num_rows)[-1]
         attended = shared_attention(q[:num_rows], *places.of(-1), last.kind)
         return last.finish(x[:num_rows], attended)[0]
 
-    def _fill(self, x: Tensor, attend: Attend, places: _Places) -> tuple[Tensor, Tensor]:
-        """Write keys and values of rows [M, C] in all layers.
+    def _fill(self, x: Tensor, places: _Places) -> tuple[Tensor, Tensor]:
+        """Write keys and values of rows [M, C] in all layers, of all before anybody reads.
 
         Returns:
             What the last block takes [M, C], and its queries [M, H, D].
         """
-        x, last, qkv = self._slow.forward_to_last(x, attend)
-        return x, self._append(-1, last, qkv, places)
 
-    def _append(
-        self, layer: int, block: FusedBlock | WideBlock, qkv: Tensor, places: _Places
-    ) -> Tensor:
-        """Queries [M, H, D], once keys and values are written."""
-        eps, rope = block.config.norm_eps, self._slow.rope
-        return rope_append(qkv, block.qk_norm, eps, rope, *places.of(layer))
-
-    def _attend_shared(self, places: _Places, *, is_chained: bool) -> Attend:
-        """All rows' keys and values are written before anybody reads."""
+        def append(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Tensor:
+            eps, rope = block.config.norm_eps, self._slow.rope
+            return rope_append(qkv, block.qk_norm, eps, rope, *places.of(layer))
 
         def attend(layer: int, block: FusedBlock | WideBlock, qkv: Tensor) -> Activation:
-            q = self._append(layer, block, qkv, places)
-            return shared_attention(q, *places.of(layer), block.kind, is_chained=is_chained)
+            return shared_attention(append(layer, block, qkv), *places.of(layer), block.kind)
 
-        return attend
+        x, last, qkv = self._slow.forward_to_last(x, attend)
+        return x, append(-1, last, qkv)
 
     def _decode_codes(
         self,

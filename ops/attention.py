@@ -4,11 +4,15 @@ A row is one position of one slot. On CUDA these are kernels of `ops/csrc` (bf16
 eight query heads per key/value head); elsewhere the definitions in `ops/reference_paged.py`. Pages
 hold bf16 or `Fp8Rows`; the new position of a row is read as it is written.
 
+Decode of rows that share nothing: one or two are left to the linear after them (attention_split.cu),
+up to 49 (of eight key/value heads) are shared by clusters of CTAs each (attention.cu), up to 128 are cut
+into parts of any number (attention_parts.cu), more have a CTA each (attention.cu). Prompts, and streams
+of one voice: `ops.attention_shared`. The fast AR: frame_attention.cu, or the linear after it.
+
 A launch's shape depends on the number of rows and on `max_pages` alone (`attention_plans`), so it can be
 captured; within it, a row is shared by as many warps as its own length asks for. So a row's bits
 depend on its own data and on the plan: in two batches of one plan it gets the same bits, whatever its
-neighbours, its slot and its pages are; under another plan its sums are rounded in another order. In a
-span of a prompt they may also depend on how long its neighbours are.
+neighbours, its slot and its pages are; under another plan its sums are rounded in another order.
 """
 
 from __future__ import annotations
@@ -26,10 +30,9 @@ from ops.attention_launch import (
     check_tensors,
     ints,
     is_fp8,
-    launch_paged,
     launch_parts,
-    launch_span,
     launch_split,
+    launch_whole,
     memory_arguments,
     pending_frame,
     plan_to_pend,
@@ -40,7 +43,6 @@ from ops.attention_plans import (
     SPLIT_PLAN,
     parts_plan_for,
     plan_for,
-    span_plan_for,
 )
 from ops.fp8_rows import KvRows
 from ops.packing import PackedWeight
@@ -101,36 +103,6 @@ def rope_append(
     return q
 
 
-def paged_attention(
-    q: Tensor,
-    pages: KvRows,
-    page_table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    kind: Kind,
-    *,
-    is_span: bool = False,
-) -> Activation:
-    """Row m reads positions 0..positions[m] of slots[m]; see `rope_append` for the tensors.
-
-    Args:
-        is_span: the rows are spans of prompts: neighbours that share a slot share reads. Right for any
-            rows, slower where few neighbours do.
-
-    Returns:
-        [M, H * D].
-    """
-    if q.device.type != "cuda":
-        out = reference_paged.paged_attention(q, pages, page_table, slots, positions)
-        return _as_kind(out.flatten(1), kind)
-    where = (pages, page_table, slots, positions)
-    if is_span and len(q) > 1:
-        return launch_span(q, where, kind, span_plan_for(len(q), pages.shape[2]))
-    shape = (len(q), pages.shape[2], page_table.shape[1], pages.shape[3])
-    plan = plan_for(*shape, is_fp8=is_fp8(pages))
-    return launch_paged(q, None, where, kind, plan)
-
-
 def decode_attention(  # noqa: PLR0913 - one launch
     qkv: Tensor,
     qk_norm: Tensor | None,
@@ -146,8 +118,8 @@ def decode_attention(  # noqa: PLR0913 - one launch
     scratch: Scratch | None = None,
     wo: PackedWeight | None = None,
 ) -> Activation | PendingAttention:
-    """`rope_append` and `paged_attention` in one launch, for rows of distinct slots (or of the
-    dummy slot): a row reads no key that another row of the launch writes.
+    """`rope_append`, and row m reads positions 0..positions[m] of slots[m], in one launch: for rows of
+    distinct slots (or of the dummy slot), so that a row reads no key that another row writes.
 
     Args:
         is_chained: the kernel before this one in the stream writes `qkv` and nothing else that this
@@ -165,7 +137,8 @@ def decode_attention(  # noqa: PLR0913 - one launch
     """
     if qkv.device.type != "cuda":
         q = rope_append(qkv, qk_norm, eps, rope, pages, page_table, slots, positions)
-        return paged_attention(q, pages, page_table, slots, positions, kind)
+        out = reference_paged.paged_attention(q, pages, page_table, slots, positions)
+        return _as_kind(out.flatten(1), kind)
     where, rotary = (pages, page_table, slots, positions), (qk_norm, rope, eps)
     num_rows, num_kv_heads, page_size = len(qkv), *pages.shape[2:4]
     max_pages = page_table.shape[1]
@@ -178,7 +151,7 @@ def decode_attention(  # noqa: PLR0913 - one launch
     if scratch is not None and parts is not None:
         return launch_parts(qkv, rotary, where, kind, parts, scratch, is_chained=is_chained)
     plan = plan_for(num_rows, num_kv_heads, max_pages, page_size, is_fp8=is_fp8(pages))
-    return launch_paged(qkv, rotary, where, kind, plan, is_chained=is_chained)
+    return launch_whole(qkv, rotary, where, kind, plan, is_chained=is_chained)
 
 
 def frame_attention(  # noqa: PLR0913 - one launch
@@ -211,8 +184,8 @@ def frame_attention(  # noqa: PLR0913 - one launch
     """
     if qkv.device.type != "cuda":
         args = (qkv, qk_norm, eps, rope, memory, start, num_positions)
-        out = reference_paged.frame_attention(*args).flatten(1)
-        return _as_kind(out[num_positions - 1 :: num_positions] if is_last_only else out, kind)
+        made = reference_paged.frame_attention(*args).flatten(1)
+        return _as_kind(made[num_positions - 1 :: num_positions] if is_last_only else made, kind)
     num_rows, num_all, head_dim = qkv.shape
     _, capacity, num_kv_heads, num_held, _ = memory.shape
     num_heads = num_all - 2 * num_kv_heads

@@ -1,7 +1,8 @@
 """Launches of the attention kernels over paged memory by plans of one's own: what `ops.attention` calls,
 and benches and tests.
 
-`where` is pages, page_table, slots, positions, see `ops.attention.rope_append`.
+`where` is pages, page_table, slots, positions, `rotary` is qk_norm, rope, eps: see
+`ops.attention.rope_append`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ops import nvrtc
-from ops.attention_plans import MAX_PARTED_ROWS, MAX_PARTS, PartsPlan, Plan, SpanPlan, SplitPlan
+from ops.attention_plans import MAX_PARTED_ROWS, MAX_PARTS, PartsPlan, Plan, SplitPlan
 from ops.fp8_rows import Fp8Rows, KvRows
 from ops.linear_plans import Plan as LinearPlan
 from ops.linear_plans import plan_for as linear_plan_for
@@ -25,41 +26,32 @@ from ops.quantize import Activation, Kind, empty_block_scaled, quantize_rows
 
 MAX_GROUP = 8  # query heads per key/value head: columns of an mma
 _MAX_PENDING_ROWS = 2
-_MAX_SPAN_CTAS = 8
 
 Where = tuple[KvRows, Tensor, Tensor, Tensor]
+Rotary = tuple[Tensor | None, Tensor, float]
 
 
-def launch_paged(
+def launch_whole(
     heads: Tensor,
-    rotary: tuple[Tensor | None, Tensor, float] | None,
+    rotary: Rotary,
     where: Where,
     kind: Kind,
     plan: Plan,
     *,
     is_chained: bool = False,
 ) -> Activation:
-    """Launch `paged_attention` (heads [M, H, D]) or, given norm, table and eps, `decode_attention`
-    (heads [M, H + 2 H_kv, D]) by a plan of one's own, for benches and tests.
+    """`decode_attention` by a plan of one's own, for benches and tests.
 
     Args:
-        where: pages, page_table, slots, positions.
+        heads: [M, H + 2 H_kv, D].
     """
     pages, page_table, *_ = where
-    qk_norm, rope, eps = rotary or (None, None, 0.0)
+    qk_norm, rope, eps = rotary
     check_tensors(heads, qk_norm)
-    is_fused = rotary is not None
-    num_rows, num_heads, num_kv_heads, head_dim = sizes(heads, pages, is_fused=is_fused)
+    num_rows, num_heads, num_kv_heads, head_dim = sizes(heads, pages, is_fused=True)
     out = Output(heads, num_rows, num_heads * head_dim, kind)
-    _decode_kernel(
-        "attention",
-        pages,
-        num_heads // num_kv_heads,
-        plan,
-        SPLITS=plan.splits,
-        IS_FUSED=int(is_fused),
-        IS_CHAINED=int(is_chained),
-    ).launch(
+    cut = {"SPLITS": plan.splits, "IS_CHAINED": int(is_chained)}
+    _decode_kernel("attention", pages, num_heads // num_kv_heads, plan, **cut).launch(
         (plan.splits, num_kv_heads, num_rows),
         (32 * plan.warps,),
         [
@@ -67,7 +59,7 @@ def launch_paged(
             *(ctypes.c_float(eps), scale_of(head_dim)),
             *ints(page_table.shape[1], plan.min_tiles),
         ],
-        shared_bytes=_ring_bytes(plan.warps, head_dim, pages),
+        shared_bytes=_fp8_ring_bytes(plan.warps, head_dim, pages),
         cluster=(plan.splits, 1, 1),
     )
     return out.finish()
@@ -120,14 +112,14 @@ class _Parts(ctypes.Structure):
 
 def launch_split(
     heads: Tensor,
-    rotary: tuple[Tensor | None, Tensor, float],
+    rotary: Rotary,
     where: Where,
     plan: SplitPlan,
     linear_plan: LinearPlan,
     *,
     is_chained: bool = False,
 ) -> PendingAttention:
-    """`decode_attention` of few rows, which the linear after it merges. Launched as `launch_paged` is."""
+    """`decode_attention` of few rows, which the linear after it merges."""
     pages, page_table, *_ = where
     qk_norm, rope, eps = rotary
     check_tensors(heads, qk_norm)
@@ -136,16 +128,14 @@ def launch_split(
     sums = torch.empty(*shape, head_dim, device=heads.device)
     states = torch.empty(*shape, 2, device=heads.device)
     group = num_heads // num_kv_heads
-    _decode_kernel(
-        "attention_split", pages, group, plan, IS_FUSED=1, IS_CHAINED=int(is_chained)
-    ).launch(
+    _decode_kernel("attention_split", pages, group, plan, IS_CHAINED=int(is_chained)).launch(
         (plan.splits, num_kv_heads, num_rows),
         (32 * plan.warps,),
         [
             *(heads, qk_norm, rope, *memory_arguments(where), sums, states),
             *(ctypes.c_float(eps), scale_of(head_dim), *ints(page_table.shape[1])),
         ],
-        shared_bytes=_ring_bytes(plan.warps, head_dim, pages),
+        shared_bytes=_fp8_ring_bytes(plan.warps, head_dim, pages),
     )
     defines = {"MERGE": 1, "HEADS": num_heads // linear_plan.split, "SPLITS": plan.splits}
     argument = _Parts(sums.data_ptr(), states.data_ptr(), num_heads)
@@ -164,7 +154,7 @@ class _Frame(ctypes.Structure):
 
 def pending_frame(
     qkv: Tensor,
-    rotary: tuple[Tensor | None, Tensor, float],
+    rotary: Rotary,
     memory: Tensor,
     start: int,
     num_positions: int,
@@ -206,7 +196,7 @@ class Scratch:
 
 def launch_parts(
     heads: Tensor,
-    rotary: tuple[Tensor | None, Tensor, float],
+    rotary: Rotary,
     where: Where,
     kind: Kind,
     plan: PartsPlan,
@@ -214,7 +204,7 @@ def launch_parts(
     *,
     is_chained: bool = False,
 ) -> Activation:
-    """`decode_attention` of many rows by a plan of one's own, see `launch_paged`."""
+    """`decode_attention` of many rows by a plan of one's own, see `launch_whole`."""
     pages, page_table, *_ = where
     qk_norm, rope, eps = rotary
     check_tensors(heads, qk_norm)
@@ -226,9 +216,7 @@ def launch_parts(
     assert scratch.sums.shape[2:] == (group, head_dim), scratch.sums.shape
     assert len(scratch.counts) == MAX_PARTED_ROWS * num_kv_heads, scratch.counts.shape
     out = Output(heads, num_rows, num_heads * head_dim, kind)
-    _decode_kernel(
-        "attention_parts", pages, group, plan, IS_FUSED=1, IS_CHAINED=int(is_chained)
-    ).launch(
+    _decode_kernel("attention_parts", pages, group, plan, IS_CHAINED=int(is_chained)).launch(
         (plan.blocks * _num_sms(heads.get_device()),),
         (32 * plan.warps,),
         [
@@ -238,31 +226,7 @@ def launch_parts(
             *ints(page_table.shape[1], num_rows, num_kv_heads),
             *ints(plan.part_tiles, scratch.most_parts),
         ],
-        shared_bytes=_ring_bytes(plan.warps, head_dim, pages),
-    )
-    return out.finish()
-
-
-def launch_span(q: Tensor, where: Where, kind: Kind, plan: SpanPlan) -> Activation:
-    """`paged_attention` of a span by a plan of one's own. Launched as `launch_paged` is."""
-    pages, page_table, *_ = where
-    check_tensors(q)
-    num_rows, num_heads, num_kv_heads, head_dim = sizes(q, pages)
-    group = num_heads // num_kv_heads
-    rows_per_cta = plan.batches * (MAX_GROUP // group)
-    out = Output(q, num_rows, num_heads * head_dim, kind)
-    paged_kernel("attention_span", pages, group, WARPS=plan.warps, BATCHES=plan.batches).launch(
-        (plan.splits, num_kv_heads, -(-num_rows // rows_per_cta)),
-        (32 * plan.warps,),
-        [
-            *(q, *memory_arguments(where), *out.arguments),
-            scale_of(head_dim),
-            *ints(page_table.shape[1], num_rows, plan.min_tiles),
-        ],
-        shared_bytes=span_bytes(
-            plan.warps, plan.batches, _MAX_SPAN_CTAS, group, head_dim, is_fp8=is_fp8(pages)
-        ),
-        cluster=(plan.splits, 1, 1),
+        shared_bytes=_fp8_ring_bytes(plan.warps, head_dim, pages),
     )
     return out.finish()
 
@@ -307,25 +271,15 @@ def _num_sms(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _ring_bytes(warps: int, head_dim: int, pages: KvRows) -> int:
-    """Shared memory of `Ring` of ring.cuh: two tiles of 16 keys and values with their scales."""
-    return warps * 2 * 2 * 16 * (head_dim + 2) if is_fp8(pages) else 0
+def _fp8_ring_bytes(warps: int, head_dim: int, pages: KvRows) -> int:
+    """bf16 goes straight into registers."""
+    return ring_bytes(warps, head_dim, is_fp8=True) if is_fp8(pages) else 0
 
 
-def span_bytes(
-    warps: int, batches: int, max_ctas: int, group: int, head_dim: int, *, is_fp8: bool
-) -> int:
-    """Shared memory of `SpanShared` of span.cuh: where the partial results of up to `max_ctas` CTAs meet
-    (`Exchange` of paged.cuh), then the queries."""
-    num_columns = batches * MAX_GROUP
-    most = max(
-        active * warps * -(-num_columns // active)
-        for active in range(1, max_ctas + 1)
-        if active * warps <= 32
-    )
-    num_queries = batches * (MAX_GROUP // group) * group
-    stride = head_dim + (8 if is_fp8 else 32)  # `QUERY_STRIDE` of tile.cuh
-    return most * (head_dim + 2) * 4 + num_queries * stride * 2
+def ring_bytes(warps: int, head_dim: int, *, is_fp8: bool) -> int:
+    """Shared memory of rings of `warps`, see `Ring` of ring.cuh: two tiles of 16 keys and values each, and
+    their scales."""
+    return warps * 2 * (2 * 16 * head_dim + 128 if is_fp8 else 2 * 16 * head_dim * 2)
 
 
 class Output:

@@ -38,15 +38,6 @@ class PartsPlan(NamedTuple):
     depth: int = 0
 
 
-class SpanPlan(NamedTuple):
-    """How attention of a span is cut; `batches` of eight queries share what a warp reads."""
-
-    splits: int
-    warps: int
-    batches: int
-    min_tiles: int = 1
-
-
 # Pairs of a row and a key/value head, and the plan for up to that many; measured on an H200 for eight
 # key/value heads of 128 at 100 to 8192 positions. Few rows need clusters; many pay for them, because
 # all CTAs of a cluster keep their place until the last is done.
@@ -76,13 +67,6 @@ MAX_PARTED_ROWS, MAX_PARTS = 128, 16  # attention_parts.cu
 # Of a row or two. H200, one row of 600 positions, a frame: bf16 8 x 4 warps 2.50 ms, 8 x 8 2.51, 4 x 8 2.51;
 # 8 bits 2.52, 2.50, 2.52.
 SPLIT_PLAN, FP8_SPLIT_PLAN = SplitPlan(8, 4, 3, 2), SplitPlan(8, 8, 1)
-_SPAN_PLANS = (
-    (64, SpanPlan(4, 4, 1, 3)),
-    (160, SpanPlan(2, 8, 1)),
-    (256, SpanPlan(1, 8, 1)),
-    (576, SpanPlan(1, 8, 2)),
-)
-_LONG_SPAN = SpanPlan(1, 4, 2)
 
 
 def plan_for(
@@ -94,12 +78,6 @@ def plan_for(
     plan = next((plan for most, plan in plans if num_pairs <= most), _MANY)
     useful = -(-max_tiles // (plan.warps * plan.min_tiles))
     return plan._replace(splits=min(plan.splits, 1 << (useful - 1).bit_length()))
-
-
-def span_plan_for(num_rows: int, num_kv_heads: int) -> SpanPlan:
-    """The plan for spans."""
-    num_pairs = num_rows * num_kv_heads
-    return next((plan for most, plan in _SPAN_PLANS if num_pairs <= most), _LONG_SPAN)
 
 
 def part_tiles_of(max_tiles: int) -> int:

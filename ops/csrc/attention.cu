@@ -1,17 +1,17 @@
-// Attention of rows over paged keys and values. A cluster of CTAs of WARPS warps shares the positions
+// Attention of decode's rows over paged keys and values. A cluster of CTAs of WARPS warps shares the positions
 // of one row and one key/value head: its warps take tiles of 16 positions in turn and merge what they
-// have through distributed shared memory, in a fixed order.
+// have through distributed shared memory, in a fixed order. For few rows; for very many clusters of one.
 //   See decode.cuh; BLOCKS resident CTAs per SM the compiler must allow; SPLITS CTAs of a cluster.
 constexpr int MOST_CTAS = 8;  // that share a row
 #include "decode.cuh"
 
 // Grid: (SPLITS, H_kv, M), clusters of SPLITS CTAs: 1, 2, 4 or 8, with at most 32 warps.
-//   q, qk_norm, rope, eps: see `Input`.
+//   qkv, qk_norm, rope, eps: see `Input`.
 //   pages [P, 2, H_kv, PAGE, D], kv_scales [P, 2, H_kv, PAGE] or null,
 //   page_table [num_slots + 1, max_pages].
 //   min_tiles: a row is shared by so many CTAs that each warp has this many tiles.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
-    attention(const bf16* q, const bf16* qk_norm, const float2* rope, Tile::Rows::Element* pages,
+    attention(const bf16* qkv, const bf16* qk_norm, const float2* rope, Tile::Rows::Element* pages,
               bf16* kv_scales, const i32* page_table, const i64* slots, const i64* positions,
               bf16* out_values, u8* out_quantised, float* out_scales, float eps, float scale_log2,
               int max_pages, int min_tiles) {
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   meeting.arrive();
   Walk<Tile> walk = {{{pages, kv_scales}, table, num_kv_heads, kv_head, max_pages},
                      rank * WARPS + warp, ways, lane};
-  const Input input = {q, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
+  const Input input = {qkv, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
   const bool is_last = last_tile % ways / WARPS == rank;
   Accumulator<Tile> acc;
   Feed feed = feed_of(dynamic, warp, lane);

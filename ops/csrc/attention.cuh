@@ -6,6 +6,9 @@
 constexpr int COLUMNS = 8;  // queries of a warp: of an mma
 constexpr float LOWEST = -3e38f;  // below every score, and finite
 
+// Of a position that does not count: its weight is 0 whatever else there is.
+DEVICE float no_score() { return __int_as_float(0xff800000); }
+
 DEVICE u32 transposed_8x8(u32 matrix) {
   u32 out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
@@ -103,8 +106,7 @@ struct Accumulator {
     total[0] = total[1] = 0;
   }
 
-  // Scores of a tile. Its rows past `last_rows` of this lane's columns do not count; a column for which
-  // none does must have had one before, or be merged with a warp that has.
+  // Scores of a tile. Its rows past `last_rows` of this lane's columns do not count.
   DEVICE void add_keys(const Tile& tile, float scale_log2, const int (&last_rows)[2], int lane) {
     float scores[4] = {}, other[4] = {};  // (row, column), (row, next), (row + 8, ..), (row + 8, ..)
 #pragma unroll
@@ -123,7 +125,7 @@ struct Accumulator {
     for (int i = 0; i < 4; i++)
       scores[i] = key_row(lane, i / 2) <= last_rows[i % 2]
                       ? scores[i] * scales.factor[i / 2] + scales.bias[i / 2]
-                      : LOWEST;
+                      : no_score();
     float factor[2];
 #pragma unroll
     for (int column = 0; column < 2; column++) {

@@ -1,6 +1,6 @@
-// Attention of many rows of any lengths. Every row is cut into equal parts of at most `part_tiles` tiles,
-// and CTAs of WARPS warps take parts of a key/value head in turn, sorted by length. Parts of one row meet in
-// global memory: whichever CTA ends last merges them, in their order.
+// Attention of decode's rows, many of any lengths (50 to 128). Every row is cut into equal parts of at most
+// `part_tiles` tiles, and CTAs of WARPS warps take parts of a key/value head in turn, sorted by length. Parts
+// of one row meet in global memory: whichever CTA ends last merges them, in their order.
 //   See decode.cuh; BLOCKS resident CTAs per SM the compiler must allow.
 constexpr int MOST_CTAS = 1;  // that work on a part
 #include "decode.cuh"
@@ -101,11 +101,11 @@ struct Scratch {
   }
 };
 
-// Grid: any number of CTAs. q, qk_norm, rope, eps: see `Input`; the rest as in attention.cu.
+// Grid: any number of CTAs. qkv, qk_norm, rope, eps: see `Input`; the rest as in attention.cu.
 //   num_rows: M, at most MAX_ROWS; part_tiles: 16 or more (so that none is empty), and so many that no row
 //   has more than MAX_PARTS parts, nor more than `most_parts`, for which there is room in the scratch.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    attention_parts(const bf16* q, const bf16* qk_norm, const float2* rope, Tile::Rows::Element* pages,
+    attention_parts(const bf16* qkv, const bf16* qk_norm, const float2* rope, Tile::Rows::Element* pages,
                     bf16* kv_scales, const i32* page_table, const i64* slots, const i64* positions,
                     bf16* out_values, u8* out_quantised, float* out_scales, float* sums,
                     float2* states, u32* counts, float eps, float scale_log2, int max_pages,
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   else
     wait_for_previous_kernels(), let_next_kernel_start();
   schedule.make(slots, positions, num_rows, part_tiles);
-  const Input input = {q, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
+  const Input input = {qkv, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
   const HeadOutput out = {out_values, out_quantised, out_scales, num_rows, num_heads};
   const Scratch scratch = {sums, states, counts, most_parts};
   const Meeting meeting = {&shared.storage, 1, 0, warp, lane};

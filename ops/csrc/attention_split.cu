@@ -1,5 +1,6 @@
-// Attention of few rows, whose wo merges what the CTAs that share a row have found: nothing is waited for
-// in between. CTAs of WARPS warps take tiles of 16 positions of one row and one key/value head in turn.
+// Attention of decode's rows, one or two, whose wo merges what the CTAs that share a row have found: nothing is
+// waited for in between. CTAs of WARPS warps take tiles of 16 positions of one row and one key/value head in
+// turn.
 //   See decode.cuh; BLOCKS resident CTAs per SM the compiler must allow.
 constexpr int MOST_CTAS = 1;  // that merge among themselves
 #include "decode.cuh"
@@ -7,7 +8,7 @@ constexpr int MOST_CTAS = 1;  // that merge among themselves
 // Grid: (splits, H_kv, M). sums [M, H, splits, D], states [M, H, splits]: see linear_merge.cuh; the rest as in
 // attention.cu.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
-    attention_split(const bf16* q, const bf16* qk_norm, const float2* rope, Tile::Rows::Element* pages,
+    attention_split(const bf16* qkv, const bf16* qk_norm, const float2* rope, Tile::Rows::Element* pages,
                     bf16* kv_scales, const i32* page_table, const i64* slots, const i64* positions, float* sums,
                     float2* states, float eps, float scale_log2, int max_pages) {
   __shared__ __align__(16) Shared shared;
@@ -21,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
   const int position = static_cast<int>(positions[row]), last_tile = position / TILE;
   const i32* table = page_table + slots[row] * max_pages;
   Walk<Tile> walk = {{{pages, kv_scales}, table, num_kv_heads, kv_head, max_pages}, rank * WARPS + warp, ways, lane};
-  const Input input = {q, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
+  const Input input = {qkv, qk_norm, rope, eps, scale_log2, num_heads, num_kv_heads};
   const Meeting meeting = {&shared.storage, 1, 0, warp, lane};
   Accumulator<Tile> acc;
   Feed feed = feed_of(dynamic, warp, lane);

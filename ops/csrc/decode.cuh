@@ -1,7 +1,6 @@
 // One row and one key/value head of decoding, by warps of a CTA that take tiles of 16 positions in turn.
 //   HEAD_DIM (D), GROUP query heads per key/value head, PAGE positions of a page, WARPS,
 //   DEPTH tiles asked into the L2 ahead of the one in flight, IS_FP8: keys and values in 8 bits.
-//   IS_FUSED: queries, keys and values come neither normed nor rotated.
 //   IS_CHAINED: tables and past keys are read, and the next kernel starts, before the kernel before this
 //   one has ended.
 #pragma once
@@ -22,16 +21,14 @@ struct Shared {
   u64 met;  // barrier of what the cluster sends here
 };
 
-// What a launch reads: q is qkv [M, H + 2 H_kv, D] if IS_FUSED; else q [M, H, D], and qk_norm, rope,
-// eps are not used.
+// What a launch reads.
 struct Input {
-  const bf16 *q, *qk_norm;  // qk_norm [H + H_kv, D] or null
-  const float2* rope;       // [max_len, D / 2] cos and sin
+  const bf16 *qkv, *qk_norm;  // [M, H + 2 H_kv, D], neither normed nor rotated; [H + H_kv, D] or null
+  const float2* rope;         // [max_len, D / 2] cos and sin
   float eps, scale_log2;
   int num_heads, num_kv_heads;
 };
 
-#if IS_FUSED
 constexpr int LANES = HeadLanes<D>::COUNT;
 constexpr int AT_ONCE = WARPS * HeadLanes<D>::PER_WARP;  // heads that the warps norm and rotate
 constexpr int ROUNDS = (GROUP + 2 + AT_ONCE - 1) / AT_ONCE;
@@ -90,7 +87,7 @@ DEVICE void take_queries(Shared& shared, const Input& input, const Walk<Tile>& w
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) tables[i] = projected.tables(i, position);
   if (IS_CHAINED) wait_for_previous_kernels();
-  const bf16* heads = input.q + static_cast<i64>(row) * (input.num_heads + 2 * input.num_kv_heads) * D;
+  const bf16* heads = input.qkv + static_cast<i64>(row) * (input.num_heads + 2 * input.num_kv_heads) * D;
 #pragma unroll
   for (int i = 0; i < ROUNDS; i++) {
     const uint4 values =
@@ -99,14 +96,6 @@ DEVICE void take_queries(Shared& shared, const Input& input, const Walk<Tile>& w
     projected.store(shared, i, values, rotated, memory, own_row);
   }
 }
-#else
-DEVICE void take_queries(Shared& shared, const Input& input, const Walk<Tile>& walk, int row, int, bool) {
-  const bf16* heads = input.q + (static_cast<i64>(row) * input.num_heads + walk.memory.head * GROUP) * D;
-  for (int i = threadIdx.x; i < GROUP * D / 8; i += WARPS * 32)
-    *reinterpret_cast<uint4*>(&shared.queries[i / (D / 8)][i % (D / 8) * 8]) =
-        Tile::query(*reinterpret_cast<const uint4*>(heads + i * 8));
-}
-#endif
 
 // How the tiles of a warp come from memory, the next one while one is computed: `start`, then `step` for
 // every tile but the last, then `last`, after which that is in `tile`.
@@ -123,13 +112,13 @@ struct Feed {
     const i64 next = walk.row_at(step + 1);
     ring.wait();
     ring.copy((step + 1) % STAGES, walk.memory, next, next_last_row);
-    ring.read(tile, step % STAGES, TILE);
+    ring.read_keys(tile, step % STAGES, TILE), ring.read_values(tile, step % STAGES);
     acc.add_keys(tile, scale_log2, {TILE, TILE}, walk.lane);
     acc.add_values(tile);
   }
   DEVICE void last(int step, int last_row) {
     ring.wait();
-    ring.read(tile, step % STAGES, last_row);
+    ring.read_keys(tile, step % STAGES, last_row), ring.read_values(tile, step % STAGES);
   }
 #else
   DEVICE void start(const Walk<Tile>& walk, int last_row) {
@@ -156,7 +145,6 @@ DEVICE void attend(Accumulator<Tile>& acc, Feed& feed, Shared& shared, const Inp
   const int lane = walk.lane, stride = walk.stride;
   const int last_step = num_tiles > walk.first ? (num_tiles - 1 - walk.first) / stride : -1;
   walk.take_pages(0);
-  if (IS_CHAINED && !IS_FUSED) wait_for_previous_kernels();
   if (last_step >= 0) feed.start(walk, position - walk.first * TILE);
   for (int step = 1; step <= DEPTH; step++) walk.prefetch(0, step, num_tiles);
   take_queries(shared, input, walk, row, position, is_last);
@@ -177,9 +165,7 @@ DEVICE void attend(Accumulator<Tile>& acc, Feed& feed, Shared& shared, const Inp
   }
   const int last_row = position - (walk.first + last_step * stride) * TILE;
   feed.last(last_step, last_row);
-#if IS_FUSED
   if (last_row < TILE) patch_own(feed.tile, shared, position, lane);
-#endif
   acc.add_keys(feed.tile, input.scale_log2, {last_row, last_row}, lane);
   acc.add_values(feed.tile);
 }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ops import attention, attention_plans, nvrtc, reference, reference_paged
+from ops.attention_shared import shared_attention
 from ops.fp8_rows import dequantized
 from ops.quantize import BlockScaled, quantize_rows
 from tests.ops.attention_cases import EPS, bits, copied, paged, relative_error
@@ -19,7 +20,7 @@ def case(request):
 
 
 def test_a_row_reads_its_own_positions(case):
-    out = attention.paged_attention(case.q, *case.where, "bf16")
+    out = shared_attention(case.q, *case.where, "bf16")
     assert relative_error(out, case.expected(case.q)) < 1e-6
 
 
@@ -64,15 +65,15 @@ def test_decode_attention_is_both(case):
     other = case.rows(list(range(len(LENGTHS))))
     out = attention.decode_attention(case.qkv, *case.rotary, *case.where, "bf16")
     q = attention.rope_append(other.qkv, *other.rotary, *other.where)
-    assert torch.equal(out, attention.paged_attention(q, *other.where, "bf16"))
+    assert torch.equal(out, shared_attention(q, *other.where, "bf16"))
     assert torch.equal(bits(case.pages), bits(other.pages))
 
 
 def test_a_row_alone_has_the_bits_it_has_in_a_batch(case):
-    whole = attention.paged_attention(case.q, *case.where, "bf16")
+    whole = shared_attention(case.q, *case.where, "bf16")
     for row in range(len(LENGTHS)):
         alone = case.rows([row])
-        assert torch.equal(attention.paged_attention(alone.q, *alone.where, "bf16")[0], whole[row])
+        assert torch.equal(shared_attention(alone.q, *alone.where, "bf16")[0], whole[row])
 
 
 def test_a_prefill_chunk_is_a_batch_whose_rows_share_a_slot(case):
@@ -82,7 +83,7 @@ def test_a_prefill_chunk_is_a_batch_whose_rows_share_a_slot(case):
     chunk.positions = torch.arange(start, start + num_rows)
     chunk.qkv = torch.randn(num_rows, *case.qkv.shape[1:])
     q = attention.rope_append(chunk.qkv, *chunk.rotary, *chunk.where)
-    out = attention.paged_attention(q, *chunk.where, "bf16")
+    out = shared_attention(q, *chunk.where, "bf16")
     k, v = chunk.dense(num_rows - 1).unbind(0)
     expected = reference.causal_attention(q, k, v).flatten(1)
     assert relative_error(out, expected) < 1e-6
@@ -98,15 +99,15 @@ MAX_FP8_ERROR = 0.06
 def test_8_bits_change_attention_within_the_bound(head_dim, group, lengths):
     heads = (2 * group, 2, head_dim)
     plain, case = (paged(lengths, heads, kv_format=form) for form in ("bf16", "fp8"))
-    out = attention.paged_attention(case.q, *case.where, "bf16")
+    out = shared_attention(case.q, *case.where, "bf16")
     assert relative_error(out, plain.expected(plain.q)) < MAX_FP8_ERROR
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
 def test_output_kinds(kind):
     case = paged(LENGTHS, (4, 2, 128))
-    plain = attention.paged_attention(case.q, *case.where, "bf16")
-    out = attention.paged_attention(case.q, *case.where, kind)
+    plain = shared_attention(case.q, *case.where, "bf16")
+    out = shared_attention(case.q, *case.where, kind)
     if kind == "bf16":
         assert out.dtype == torch.bfloat16 and out.shape == (len(LENGTHS), 512)
     else:
@@ -139,11 +140,9 @@ def test_frame_attention_is_causal_attention_over_the_frame(with_norm):
 
 def test_plans_depend_on_the_launch_shape_and_fit_a_cluster():
     for num_rows in (*range(1, 130), 512):
-        span = attention_plans.span_plan_for(num_rows, 8)
         for max_pages in (1, 2, 19, 64, 256, 1024):
             plan = attention_plans.plan_for(num_rows, 8, max_pages, 32)
-            for splits, warps in (plan[:2], span[:2]):
-                assert splits in (1, 2, 4, 8) and splits * warps <= 32, (plan, span)
+            assert plan.splits in (1, 2, 4, 8) and plan.splits * plan.warps <= 32, plan
 
 
 @pytest.mark.parametrize("max_tiles", [64, 96, 97, 256, 512, 2048, 4000])
@@ -173,7 +172,6 @@ def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
                 "BLOCKS": 3,
                 "SPLITS": 2,
                 "DEPTH": 0,
-                "IS_FUSED": 0,
                 "IS_CHAINED": 0,
                 "IS_FP8": 0,
             },
@@ -188,18 +186,9 @@ def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
                 "BLOCKS": 4,
                 "SPLITS": 1,
                 "DEPTH": 2,
-                "IS_FUSED": 1,
                 "IS_CHAINED": 1,
                 "IS_FP8": 1,
             },
-        ),
-        (
-            "attention_span.cu",
-            {"HEAD_DIM": 128, "GROUP": 4, "PAGE": 32, "WARPS": 4, "BATCHES": 2, "IS_FP8": 0},
-        ),
-        (
-            "attention_span.cu",
-            {"HEAD_DIM": 64, "GROUP": 5, "PAGE": 32, "WARPS": 8, "BATCHES": 1, "IS_FP8": 1},
         ),
         (
             "attention_split.cu",
@@ -210,7 +199,6 @@ def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
                 "WARPS": 8,
                 "BLOCKS": 1,
                 "DEPTH": 0,
-                "IS_FUSED": 1,
                 "IS_CHAINED": 1,
                 "IS_FP8": 1,
             },
@@ -224,7 +212,6 @@ def test_rows_are_cut_into_no_more_parts_than_there_is_room_for(max_tiles):
                 "WARPS": 4,
                 "BLOCKS": 4,
                 "DEPTH": 0,
-                "IS_FUSED": 1,
                 "IS_CHAINED": 1,
                 "IS_FP8": 1,
             },

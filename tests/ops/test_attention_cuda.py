@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ops import attention, attention_launch, reference, reference_paged
-from ops.attention_plans import PartsPlan, Plan, SpanPlan
+from ops.attention_plans import PartsPlan, Plan
 from ops.embedding import embed_rows
 from ops.quantize import quantize_rows
 from tests.ops.attention_cases import EPS, bits, copied, overwrite, paged, relative_error
@@ -97,21 +97,34 @@ def test_rows_in_8_bits_are_those_in_bf16_quantised(heads, num_rows, magnitude):
     assert torch.equal(bits(case.pages), bits(expected))
 
 
+def whole(case, plan, kind="bf16"):
+    rotary = (case.qk_norm, case.rope, EPS)
+    return attention_launch.launch_whole(case.qkv, rotary, case.where, kind, plan)
+
+
+def decode(case, kind="bf16"):
+    return attention.decode_attention(*(case.qkv, *case.rotary, *case.where), kind)
+
+
+def is_right(case, attend):
+    """Its output is close to attention in fp32 over what `rope_append` writes, its memory is that."""
+    two = case.rows(list(range(len(case.slots))))
+    q = attention.rope_append(two.qkv, *two.rotary, *two.where)
+    out = attend(case)
+    assert torch.equal(bits(case.pages), bits(two.pages))
+    return relative_error(out, two.expected(q)) < MAX_ERROR
+
+
 @pytest.mark.parametrize("heads", MODELS)
-@pytest.mark.parametrize("num_rows", [1, 3, 16, 67, 128])
-def test_paged_attention_matches(on_gpu, heads, num_rows):
-    case = on_gpu(mixed_lengths(num_rows), heads, seed=num_rows)
-    out = attention.paged_attention(case.q, *case.where, "bf16")
-    assert relative_error(out, case.expected(case.q)) < MAX_ERROR
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 64, 67, 128])
+def test_decode_attention_is_both(on_gpu, heads, num_rows):
+    assert is_right(on_gpu(mixed_lengths(num_rows), heads, seed=num_rows), decode)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", range(1, 9))
 def test_every_group_size(on_gpu, head_dim, group):
-    case = on_gpu([700, 1, 33, 5], (2 * group, 2, head_dim), page_size=16)
-    out = attention.paged_attention(case.q, *case.where, "bf16")
-    assert relative_error(out, case.expected(case.q)) < MAX_ERROR
-    fused_matches(case)
+    assert is_right(on_gpu([700, 1, 33, 5], (2 * group, 2, head_dim), page_size=16), decode)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4, 8])
@@ -120,32 +133,13 @@ def test_every_plan(on_gpu, splits, length):
     case = on_gpu([length, 40], S2_PRO, max_len=8192)
     for rest in ((4, 3, 1, 0), (4, 4, 5, 2), (2, 6, 3, 4), (4, 2, 1, 1)):
         plan = Plan(splits, *rest)
-        out = attention_launch.launch_paged(case.q, None, case.where, "bf16", plan)
-        assert relative_error(out, case.expected(case.q)) < MAX_ERROR, plan
-
-
-def fused_matches(case):
-    """One launch is the two, bit for bit, in its output and in the memory it leaves."""
-    two = case.rows(list(range(len(case.slots))))
-    q = attention.rope_append(two.qkv, *two.rotary, *two.where)
-    expected = attention.paged_attention(q, *two.where, "bf16")
-    out = attention.decode_attention(case.qkv, *case.rotary, *case.where, "bf16")
-    assert torch.equal(out, expected)
-    assert torch.equal(bits(case.pages), bits(two.pages))
-
-
-@pytest.mark.parametrize("heads", MODELS)
-@pytest.mark.parametrize("num_rows", [1, 3, 64, 127])
-def test_decode_attention_is_both(on_gpu, heads, num_rows):
-    fused_matches(on_gpu(mixed_lengths(num_rows, seed=1), heads))
+        assert is_right(case.rows([0, 1]), partial(whole, plan=plan)), plan
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 64])
 def test_quantised_output_is_the_bf16_output_quantised(on_gpu, num_rows):
     case = on_gpu(mixed_lengths(num_rows, longest=600), S2_PRO)
-    plain = attention.paged_attention(case.q, *case.where, "bf16")
-    out = attention.paged_attention(case.q, *case.where, "bsfp8")
-    expected = quantize_rows(plain)
+    out, expected = decode(case, "bsfp8"), quantize_rows(decode(case))
     assert torch.equal(bits(out.data), bits(expected.data))
     assert torch.equal(out.scale, expected.scale)
 
@@ -183,65 +177,10 @@ def test_rows_in_parts(on_gpu, heads, num_rows):
 def test_a_row_alone_has_the_bits_it_has_in_a_batch_of_the_same_plan(on_gpu):
     case = on_gpu(mixed_lengths(48, seed=2), S2_PRO)
     for plan in (Plan(1, 4, 4), Plan(2, 4, 3, 2), Plan(8, 4, 3, 8, 2)):
-        whole = attention_launch.launch_paged(case.q, None, case.where, "bf16", plan)
-        again = attention_launch.launch_paged(case.q, None, case.where, "bf16", plan)
-        assert torch.equal(whole, again)
+        together, again = whole(case, plan), whole(case, plan)
+        assert torch.equal(together, again)
         for row in (0, 5, 17, 47):
-            alone = case.rows([row])
-            out = attention_launch.launch_paged(alone.q, None, alone.where, "bf16", plan)
-            assert torch.equal(out[0], whole[row])
-
-
-def span_of(case, row, num_rows):
-    """Rows at the last `num_rows` positions of a row's slot, appended already: q and the rows."""
-    chunk = case.rows([row] * num_rows)
-    last = int(case.positions[row])
-    chunk.positions = torch.arange(last + 1 - num_rows, last + 1, device="cuda")
-    chunk.qkv = torch.randn(num_rows, *case.qkv.shape[1:], device="cuda").bfloat16()
-    return attention.rope_append(chunk.qkv, *chunk.rotary, *chunk.where), chunk
-
-
-@pytest.mark.parametrize("heads", [*MODELS, (3, 1, 128), (8, 8, 64), (16, 2, 128)])
-@pytest.mark.parametrize(
-    ("length", "num_rows"), [(700, 128), (128, 128), (5, 3), (4000, 37), (2, 2)]
-)
-@pytest.mark.parametrize("is_span", [True, False])
-def test_a_prefill_chunk(on_gpu, heads, length, num_rows, is_span):
-    """Consecutive positions of one slot, appended by one launch and read by the next."""
-    q, chunk = span_of(on_gpu([40, length], heads), 1, num_rows)
-    out = attention.paged_attention(q, *chunk.where, "bf16", is_span=is_span)
-    assert relative_error(out, chunk.expected(q)) < MAX_ERROR
-
-
-@pytest.mark.parametrize("plan", [SpanPlan(1, 4, 2), SpanPlan(4, 4, 1, 3), SpanPlan(2, 8, 2, 2)])
-def test_a_chunk_of_several_slots_and_padding(on_gpu, plan):
-    """Runs of rows of different slots, lengths and lengths of run; the padding's page holds NaN, and
-    nobody but the padding gets any."""
-    case = on_gpu([300, 70, 1, 513, 40], S2_PRO)
-    order = [0] * 5 + [1] + [2] + [3] * 13 + [4, 4, 1, 1, 1] + [0] * 3
-    chunk = case.rows(order + [4] * 4)
-    offsets = [order[i:].count(row) - 1 for i, row in enumerate(order)]
-    positions = case.positions[order] - torch.tensor(offsets, device="cuda")
-    assert positions.min() >= 0
-    chunk.positions = torch.cat([positions, positions.new_zeros(4)])
-    chunk.slots = chunk.slots.clone()
-    chunk.slots[-4:] = case.page_table.shape[0] - 1
-    out = attention_launch.launch_span(chunk.q, chunk.where, "bf16", plan)
-    expected = chunk.expected(chunk.q)
-    assert relative_error(out[:-4], expected[:-4]) < MAX_ERROR
-    assert out[-4:].isnan().all()
-
-
-@pytest.mark.parametrize("splits", [1, 2, 4, 8])
-def test_every_plan_of_a_span(on_gpu, splits):
-    q, chunk = span_of(on_gpu([40, 900], S2_PRO), 1, 77)
-    for rest in ((4, 1, 2), (4, 2, 1), (4, 4, 4), (2, 3, 1)):
-        plan = SpanPlan(splits, *rest)
-        out = attention_launch.launch_span(q, chunk.where, "bf16", plan)
-        assert relative_error(out, chunk.expected(q)) < MAX_ERROR, plan
-        scaled = attention_launch.launch_span(q, chunk.where, "bsfp8", plan)
-        assert torch.equal(bits(scaled.data), bits(quantize_rows(out).data))
-        assert torch.equal(scaled.scale, quantize_rows(out).scale)
+            assert torch.equal(whole(case.rows([row]), plan)[0], together[row])
 
 
 def test_the_dummy_slot_disturbs_nobody(on_gpu):
@@ -252,9 +191,7 @@ def test_the_dummy_slot_disturbs_nobody(on_gpu):
     padded.positions = padded.positions.clone()
     padded.positions[2:] = 0
     plan = Plan(4, 4, 3)
-    rotary = (case.qk_norm, case.rope, EPS)
-    out = attention_launch.launch_paged(padded.qkv, rotary, padded.where, "bf16", plan)
-    expected = attention_launch.launch_paged(case.qkv, rotary, case.where, "bf16", plan)
+    out, expected = whole(padded, plan), whole(case, plan)
     assert torch.equal(out[:2], expected)
     assert torch.equal(bits(padded.pages[1:]), bits(case.pages[1:]))
 

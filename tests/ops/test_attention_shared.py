@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from ops import attention, nvrtc
-from ops.attention_shared import shared_attention
+from ops.attention_shared import SharedPlan, shared_attention, shared_decode_attention
 from ops.quantize import BlockScaled
 from tests.ops.attention_cases import bits, paged, relative_error
 
 S2_PRO = (32, 8, 128)
 EMBEDDED = (5, 1, 64)
+PLANS = [SharedPlan(1, 12), SharedPlan(1, 6), SharedPlan(2, 8), SharedPlan(2, 12), SharedPlan(4, 4)]
 MAX_ERROR = 4e-3  # see test_attention_cuda.py
 VOICE = [646 + 3 * i for i in range(61)]  # lengths of contexts, 20 pages of which are a voice
 UNEVEN = [random.Random(i).randint(1, 900) for i in range(64)]
@@ -31,17 +32,21 @@ def with_voices(case, voices, num_pages):
     return case
 
 
-def test_on_a_cpu_it_is_attention_of_each_row():
+@pytest.mark.parametrize("kind", ["bf16", "bsfp8"])
+def test_on_a_cpu_one_launch_is_attention_of_each_row(kind):
     case = with_voices(paged([70, 99, 64], (4, 2, 128)), [0, 0, 0], 2)
-    for kind in ("bf16", "bsfp8"):
-        out, want = (
-            attend(case.q, *case.where, kind)
-            for attend in (shared_attention, attention.paged_attention)
+    alone = case.rows([0, 1, 2])
+    made, want = (
+        attend(*(rows.qkv, *rows.rotary, *rows.where), kind)
+        for attend, rows in (
+            (shared_decode_attention, case),
+            (attention.decode_attention, alone),
         )
-        if kind == "bf16":
-            assert torch.equal(out, want)
-        else:
-            assert torch.equal(bits(out.data), bits(want.data))
+    )
+    if kind == "bsfp8":
+        made, want = made.dequantize(), want.dequantize()
+    assert torch.equal(made, want)
+    assert torch.equal(bits(case.pages), bits(alone.pages))
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
@@ -49,14 +54,14 @@ def test_on_a_cpu_it_is_attention_of_each_row():
 @pytest.mark.parametrize("in_8_bits", [0, 1])
 def test_compiles_without_a_gpu(head_dim, group, in_8_bits, arch):
     pytest.importorskip("cuda.bindings.nvrtc")
-    shape = {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": 32, "WARPS": 8, "BATCHES": 2}
-    defines = {**shape, "IS_FP8": in_8_bits, "IS_CHAINED": 1}
-    assert nvrtc.compile_source("attention_shared.cu", arch, defines)[:4] == b"\x7fELF"
+    shape = {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": 32, "WARPS": 8}
+    for is_fused in (0, 1):
+        defines = {**shape, "IS_FP8": in_8_bits, "IS_FUSED": is_fused}
+        assert nvrtc.compile_source("attention_shared.cu", arch, defines)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
-@pytest.mark.parametrize("is_chained", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "voices", "heads"),
     [
@@ -73,26 +78,65 @@ def test_compiles_without_a_gpu(head_dim, group, in_8_bits, arch):
         ([700], [0], S2_PRO),
     ],
 )
-def test_is_right(lengths, voices, heads, kv_format, is_chained):
+def test_is_right(lengths, voices, heads, kv_format):
     case = paged(lengths, heads, device="cuda", kv_format=kv_format)
-    with_voices(case, voices, 20)
-    q = attention.rope_append(case.qkv, *case.rotary, *case.where)
-    out = shared_attention(q, *case.where, "bf16", is_chained=is_chained)
-    assert relative_error(out, case.expected(q)) < MAX_ERROR
+    check(with_voices(case, voices, 20))
+
+
+def check(case, plan=None):
+    """In two launches and in one, which has the same bits and leaves the same memory."""
+    two, one = (case.rows(list(range(len(case.slots)))) for _ in range(2))
+    q = attention.rope_append(two.qkv, *two.rotary, *two.where)
+    out = shared_attention(q, *two.where, "bf16", plan=plan)
+    assert relative_error(out, two.expected(q)) < MAX_ERROR
+    fused = shared_decode_attention(*(one.qkv, *one.rotary, *one.where), "bf16", plan=plan)
+    assert torch.equal(fused, out)
+    assert torch.equal(bits(one.pages), bits(two.pages))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [43, 128])
-def test_rows_of_one_prompt_read_those_before_them(num_rows):
-    case = paged([900], S2_PRO, device="cuda")
-    start = 701
-    slots = case.slots.expand(num_rows).contiguous()
-    positions = torch.arange(start, start + num_rows, device="cuda")
-    qkv = torch.randn(num_rows, 48, 128, device="cuda").bfloat16()
-    where = (case.pages, case.page_table, slots, positions)
-    q = attention.rope_append(qkv, *case.rotary, *where)
-    want = attention.paged_attention(q, *where, "bf16", is_span=True)
-    assert relative_error(shared_attention(q, *where, "bf16"), want) < MAX_ERROR
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan(plan, kv_format):
+    lengths = [*EDGES, *VOICE[:20], 3, 8000]
+    case = paged(lengths, S2_PRO, device="cuda", kv_format=kv_format)
+    check(with_voices(case, [*range(12), *[12] * 20, 13, 14], 20), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "heads", [S2_PRO, (16, 8, 64), EMBEDDED, (3, 1, 128), (8, 8, 64), (16, 2, 128)], ids=str
+)
+@pytest.mark.parametrize(
+    ("length", "num_rows"), [(700, 128), (128, 128), (5, 3), (4000, 37), (2, 2), (33, 1)]
+)
+def test_rows_of_one_prompt_read_those_before_them(length, num_rows, heads, kv_format):
+    """Consecutive positions of one slot, appended by one launch and read by the next."""
+    chunk = paged([40, length], heads, device="cuda", kv_format=kv_format).rows([1] * num_rows)
+    chunk.positions = torch.arange(length - num_rows, length, device="cuda")
+    chunk.qkv = torch.randn(num_rows, *chunk.qkv.shape[1:], device="cuda").bfloat16()
+    q = attention.rope_append(chunk.qkv, *chunk.rotary, *chunk.where)
+    out = shared_attention(q, *chunk.where, "bf16")
+    assert relative_error(out, chunk.expected(q)) < MAX_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_runs_of_rows_of_several_slots(kv_format):
+    """Of different lengths, one of them twice, with padding behind."""
+    case = paged([300, 70, 1, 513, 40], S2_PRO, device="cuda", kv_format=kv_format)
+    order = [0] * 5 + [1] + [2] + [3] * 13 + [4, 4, 1, 1, 1] + [0] * 3
+    chunk = case.rows(order + [4] * 4)
+    offsets = [order[i:].count(row) - 1 for i, row in enumerate(order)]
+    positions = case.positions[order] - torch.tensor(offsets, device="cuda")
+    assert positions.min() >= 0
+    chunk.positions = torch.cat([positions, positions.new_zeros(4)])
+    chunk.slots = chunk.slots.clone()
+    chunk.slots[-4:] = len(case.page_table) - 1
+    out = shared_attention(chunk.q, *chunk.where, "bf16")
+    assert relative_error(out[:-4], chunk.expected(chunk.q)[:-4]) < MAX_ERROR
+    assert out.isfinite().all()
 
 
 @pytest.mark.gpu
