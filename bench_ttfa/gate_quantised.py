@@ -45,38 +45,27 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from bench_ttfa.command import file_to_write, positive_int
-from bench_ttfa.gate_inputs import (
-    NUM_FRAMES,
-    GateInput,
-    Rounding,
-    are_of_these_weights,
-    leads_of,
-    prompts_of,
-    read_inputs,
-    rounding_of_bf16,
+from bench_ttfa.gate_inputs import NUM_FRAMES, Rounding, are_of_these_weights, leads_of
+from bench_ttfa.gate_models import (
+    EMBEDDED,
+    WIDENED,
+    Decoded,
+    Said,
+    load,
+    model_name,
+    said_in_bf16,
 )
 from bench_ttfa.gpu_timing import need_cuda
-from bench_ttfa.widened import s2_pro_shapes, widened
-from model.config import DualARConfig
-from model.dual_ar import DualAR
-from model.embedded import embedded_path
-from model.errors import ConfigError
 from model.kv_cache import KvFormat
-from model.loader import load_dual_ar
-from model.random_model import RandomModel, is_random
-from model.sampling import SamplingParams
+from model.random_model import is_random
 from ops.quantize import Kind
 
-EMBEDDED = "embedded"
-WIDENED = "embedded:s2-pro"
-NUM_RANDOM_INPUTS = 12
-RANDOM_POSITIONS = 96
 # Logits. The error of a logit is 0.13 to 0.26 (root mean square, by codebook), so this is 2.7 times that
 # of the difference of two at the worst codebook.
 SURE_LEAD = 1.0
@@ -87,25 +76,6 @@ CLEARNESS = (0.0, 1.0, 2.0, 4.0)  # margins in units of that error, for the rate
 TRAINED_BOUND = 0.05
 RANDOM_KV_BOUND = 0.1  # of 8-bit keys and values alone; measured 0.036 (3 layers), 0.069 (S2 Pro)
 _BLOCK_ERROR, _LAYER_ERROR, _ALLOWANCE = 0.114, 0.0202, 1.1
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """Greedy frames of all inputs in one format."""
-
-    frames: Tensor  # i32 [N, F, 1+K]: token, codes
-    logits: Tensor  # f32 [N, F, n+1], of the semantic ids and the end
-
-    @classmethod
-    def cat(cls, parts: Sequence[Decoded]) -> Decoded:
-        frames, logits = zip(*((part.frames, part.logits) for part in parts), strict=True)
-        return cls(torch.cat(frames), torch.cat(logits))
-
-    @property
-    def margins(self) -> Tensor:
-        """f32 [N, F], best logit minus the next."""
-        best, second = self.logits.topk(2).values.unbind(-1)
-        return best - second
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,88 +144,25 @@ def judge(
     """Decode in bf16 and in the formats given, and compare. Holds one model at a time.
 
     Args:
-        streams: decoded at once, of which some say the same if there are more than inputs; None:
-            as many as inputs.
+        streams: see `said_in_bf16`.
     """
-    chosen = [] if is_random(name) else read_inputs()
-    model = load(name, "bf16", device)
-    distinct = prompts_of(chosen) if chosen else _random_prompts(model.config)
-    size = streams or len(distinct)
-    count = max(size, len(distinct))
-    prompts, chosen = list(islice(cycle(distinct), count)), list(islice(cycle(chosen), count))
-    bound = RANDOM_KV_BOUND if kind == "bf16" else random_bound(model.config.slow.num_layers)
-    bound = TRAINED_BOUND if chosen else bound
-    parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-    expected = Decoded.cat([Inputs(model, part).decode() for part in parts])
-    del model
+    expected = said_in_bf16(name, device, streams)
     model = load(name, kind, device)
-    both = []
-    for part, frames in zip(parts, torch.split(expected.frames, size), strict=True):
-        inputs = Inputs(model, part, kv_format)
-        both.append((inputs.decode(), inputs.decode(frames)))
-    free, forced = (Decoded.cat(decoded) for decoded in zip(*both, strict=True))
-    del model, inputs
-    verdict = replace(_verdict(name, device, bound, expected, free, forced), streams=size)
-    if not chosen:
+    free, forced = expected.again(model, kv_format)
+    bound = TRAINED_BOUND
+    if not expected.inputs:
+        bound = RANDOM_KV_BOUND if kind == "bf16" else random_bound(model.config.slow.num_layers)
+    del model
+    verdict = _verdict(name, device, bound, expected, free, forced)
+    if not expected.inputs:
         return verdict
-    sureness, problems = _judge_trained(
-        chosen, prompts, expected.frames, free.frames, forced.frames
-    )
+    sureness, problems = _judge_trained(expected, free.frames, forced.frames)
     return replace(
         verdict,
         sureness=sureness,
-        rounding=rounding_of_bf16(distinct),
+        rounding=expected.rounding,
         problems=(*verdict.problems, *problems),
     )
-
-
-def load(name: str, kind: Kind, device: torch.device) -> DualAR:
-    """On a CPU the ops are their definitions, and what is not 8 bits is fp32."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    if is_random(name):
-        model = RandomModel.parse(name).dual_ar(device, dtype)
-    elif name == WIDENED:
-        model = widened(s2_pro_shapes(), device, dtype)
-    else:
-        model = load_dual_ar(embedded_path(), device, dtype)
-    model.use_kernels(kind)
-    return model
-
-
-class Inputs:
-    """A model with prompts prefilled, to be decoded from there again and again."""
-
-    def __init__(
-        self, model: DualAR, prompts: Sequence[Tensor], kv_format: KvFormat = "bf16"
-    ) -> None:
-        """`prompts`: i32 [1+K, T] each (host)."""
-        self._model = model
-        self._prompts = [prompt.to(model.device) for prompt in prompts]
-        max_len = max(prompt.shape[1] for prompt in prompts) + NUM_FRAMES
-        self._cache = model.new_cache(len(prompts), max_len, kv_format=kv_format)
-        self._state = model.new_frame_state(len(prompts))
-        for slot, prompt in enumerate(self._prompts):
-            model.prefill(prompt[:, :-1], self._cache, slot, 0)
-
-    def decode(self, forced: Tensor | None = None) -> Decoded:
-        """Greedy frames of all prompts in one batch.
-
-        Args:
-            forced: i32 [N, F, 1+K], what every next frame reads in place of the one made.
-        """
-        model, state, num_slots = self._model, self._state, len(self._prompts)
-        for slot, prompt in enumerate(self._prompts):
-            position = prompt.shape[1] - 1
-            model.join(state, slot, prompt[:, -1], position, SamplingParams(temperature=0))
-        slots = torch.arange(num_slots, device=model.device)
-        frames, logits = [], []
-        for frame in range(NUM_FRAMES):
-            logits.append(model.next_logits(state, slots, self._cache).cpu())
-            model.decode_frame(state, slots, self._cache)
-            frames.append(state.rows[:num_slots].to("cpu", copy=True))
-            if forced is not None:
-                state.rows[:num_slots] = forced[:, frame].to(model.device)
-        return Decoded(torch.stack(frames, 1), torch.stack(logits, 1))
 
 
 def random_bound(num_layers: int) -> float:
@@ -267,10 +174,11 @@ def _verdict(
     name: str,
     device: torch.device,
     bound: float,
-    expected: Decoded,
+    said: Said,
     free: Decoded,
     forced: Decoded,
 ) -> Verdict:
+    expected = said.decoded
     same, forced_same = free.frames == expected.frames, forced.frames == expected.frames
     # What the end token's logit is on random weights (see model.random_model) is no measure.
     difference = (forced.logits - expected.logits)[..., :-1]
@@ -281,7 +189,7 @@ def _verdict(
         model=name,
         device=str(device),
         num_inputs=len(expected.frames),
-        streams=len(expected.frames),
+        streams=said.streams,
         tokens_equal=float(same[..., 0].float().mean()),
         codes_equal=float(same[..., 1:].float().mean()),
         forced_tokens_equal=float(forced_same[..., 0].float().mean()),
@@ -305,15 +213,9 @@ def _equal_by_margin(margins: Tensor, same: Tensor) -> tuple[tuple[float, int, f
     return tuple(rates)
 
 
-def _judge_trained(
-    chosen: Sequence[GateInput],
-    prompts: Sequence[Tensor],
-    expected: Tensor,
-    free: Tensor,
-    forced: Tensor,
-) -> tuple[Sureness, list[str]]:
+def _judge_trained(said: Said, free: Tensor, forced: Tensor) -> tuple[Sureness, list[str]]:
     """Rules 1 and 2, on frames i32 [N, F, 1+K]."""
-    problems = []
+    chosen, expected, problems = said.inputs, said.decoded.frames, []
     for how, frames in (("its own codes", free), ("bf16's codes", forced)):
         is_other = (frames[..., 0] != expected[..., 0]).any(1)
         problems += [
@@ -323,7 +225,7 @@ def _judge_trained(
     is_other = forced[..., 1:] != expected[..., 1:]
     num_other = is_other.cumsum(-1)
     is_first = is_other & (num_other == 1)
-    leads = leads_of(prompts, expected)
+    leads = leads_of(said.prompts, expected)
     is_choice = is_first | (num_other == 0)
     num_choices = int(is_choice.sum())
     sureness = Sureness(
@@ -343,27 +245,6 @@ def _judge_trained(
     return sureness, problems
 
 
-def _random_prompts(config: DualARConfig) -> list[Tensor]:
-    begin, generator = config.semantic_begin_id, torch.Generator().manual_seed(0)
-    assert begin is not None, config
-    shape = (NUM_RANDOM_INPUTS, 1 + config.num_codebooks, RANDOM_POSITIONS)
-    rows = torch.randint(0, config.num_semantic, shape, generator=generator, dtype=torch.int32)
-    rows[:, 0] = rows[:, 1] + begin
-    return list(rows)
-
-
-def _model_name(text: str) -> str:
-    try:
-        if is_random(text):
-            RandomModel.parse(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not is_random(text) and text not in (EMBEDDED, WIDENED):
-        known = f"{EMBEDDED}, {WIDENED}, random:..."
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {known}")
-    return text
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench_ttfa.gate_quantised",
@@ -372,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--model",
-        type=_model_name,
+        type=model_name,
         default=EMBEDDED,
         help=f'"{EMBEDDED}", "{WIDENED}" or "random:..."',
     )

@@ -19,6 +19,7 @@ ON_DEVICE = tuple(
         "engine",
         "frames",
         "gate_inputs",
+        "gate_models",
         "gate_quantised",
         "gpu_timing",
         "kernels",

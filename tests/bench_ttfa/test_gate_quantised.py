@@ -1,12 +1,13 @@
 """The gate of 8-bit weights is open for what we have, and shuts on known bugs."""
 
+import functools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from bench_ttfa import gate_inputs
+from bench_ttfa import gate_inputs, gate_quantised
 from bench_ttfa.gate_inputs import (
     NUM_FRAMES,
     GateInput,
@@ -16,15 +17,8 @@ from bench_ttfa.gate_inputs import (
     prompts_of,
     read_inputs,
 )
-from bench_ttfa.gate_quantised import (
-    EMBEDDED,
-    EQUAL_SHARE,
-    RANDOM_KV_BOUND,
-    SURE_LEAD,
-    WIDENED,
-    judge,
-    main,
-)
+from bench_ttfa.gate_models import EMBEDDED, WIDENED, said_in_bf16
+from bench_ttfa.gate_quantised import EQUAL_SHARE, RANDOM_KV_BOUND, SURE_LEAD, judge, main
 from model import dual_ar_cuda, fused_stack
 from model.embedded import embedded_path
 from model.speech_model import load_speech_model
@@ -32,6 +26,14 @@ from ops import reference_fp8
 from ops.quantize import UnscaledNorm
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def said_once():
+    """What bf16 says is the same for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gate_quantised, "said_in_bf16", functools.cache(said_in_bf16))
+        yield
 
 
 def with_the_other_stride(scale: torch.Tensor) -> torch.Tensor:
