@@ -137,12 +137,10 @@ DEVICE u32 add_scaled(float (&acc)[COLS / 2], const float (&part)[COLS / 2], flo
   return bits;
 }
 
-// Gives a stage back, once `bits` are there. An arrival overtakes loads from shared memory, which may be
-// late where other warps have many; the copy engine would then write the next scales before these are
-// read. So its address depends on them, as far as the compiler knows: grids have one layer.
-DEVICE void release(u32 barrier, u32 bits, int lane) {
+// Gives a stage back.
+DEVICE void release(u32 barrier, u32 loaded, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier + (bits & gridDim.z - 1));
+  if (lane == 0) barrier_arrive(after_loads(barrier, loaded));
 }
 
 // The sums over this CTA's part of K, in the register layout of wgmma.cuh.

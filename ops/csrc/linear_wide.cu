@@ -138,12 +138,10 @@ struct Consumer {
     return row_scales;
   }
 
-  // Gives a block's stages back. An arrival does not wait for loads from shared memory that are on their
-  // way: a co-resident CTA's loads can hold them up until the copy engine has written the next scales.
-  // So its address depends on the bits of what was loaded; the grid has no third dimension.
+  // Gives a block's stages back.
   DEVICE void release(u32 loaded) {
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared.released + ended.index * 8 + (loaded & (gridDim.z - 1)));
+    if (lane == 0) barrier_arrive(after_loads(shared.released + ended.index * 8, loaded));
     ended.advance();
   }
 
