@@ -28,13 +28,19 @@ class Interruption:
 async def interrupt(turns: Sequence[tuple[Turn, float | None]]) -> Interruption:
     """Cancel turns, given in speaking order with their played milliseconds.
 
-    The last one goes first, so that none begins because the one before it has ended.
+    The last one goes first, so that none begins because the one before it has ended. One that had
+    failed has no account.
 
     Raises:
-        PlosiveError: what ended one of them otherwise.
+        PlosiveError: what ended them otherwise, if it ended all.
     """
     cancels = [turn.cancel(played_ms) for turn, played_ms in reversed(turns)]
-    return Interruption(tuple(reversed(await asyncio.gather(*cancels))))
+    ends = (await asyncio.gather(*cancels, return_exceptions=True))[::-1]
+    accounts = [end for end in ends if isinstance(end, TurnCancelled)]
+    failures = [end for end in ends if isinstance(end, BaseException)]
+    if failures and not accounts:
+        raise failures[0]
+    return Interruption(tuple(accounts))
 
 
 def _joined(texts: list[str]) -> str:

@@ -15,7 +15,7 @@ from clients.address import is_loopback, refused
 from clients.explain import no_connection
 from clients.protocol import ClientProtocol, ForSession, Routed, SessionEvent
 from clients.turn import Turn
-from realtime.errors import ConnectionFailed, PlosiveError
+from realtime.errors import ConnectionFailed, PlosiveError, SessionError
 from realtime.wire import SUBPROTOCOL, SessionReady, SessionStart
 
 PING_S = 10.0  # a server that is gone without a word is missed after twice this
@@ -34,6 +34,7 @@ class Link:
         self.turns: WeakValueDictionary[int, Turn] = WeakValueDictionary()
         self.has_spoken = False  # a turn got something other than an error
         self._websocket = websocket
+        self._loop = asyncio.get_running_loop()
         self._on_event = on_event
         self._answer: asyncio.Future[SessionReady] | None = None  # start or update in flight
         self.reader = asyncio.create_task(self._read())
@@ -43,8 +44,18 @@ class Link:
         self.turns[turn_id] = turn
         return turn_id
 
+    def check_loop(self) -> None:
+        """Raises SessionError `other_loop`, where this is not the event loop of the connection."""
+        if asyncio.get_running_loop() is not self._loop:
+            why = (
+                "a session belongs to the event loop that opened it; "
+                "clients.sync has one for any number of threads"
+            )
+            raise SessionError("other_loop", why)
+
     async def ask(self, frame: str) -> SessionReady:
         """Send what `session.ready` answers."""
+        self.check_loop()
         while self._answer is not None:
             await asyncio.wait([self._answer])
         self.protocol.check_open()

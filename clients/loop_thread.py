@@ -1,11 +1,12 @@
 """An event loop on a thread of its own, for callers that block."""
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, Self, TypeVar
 
-from realtime.errors import ConnectionLost
+from realtime.errors import ConnectionLost, SessionError
 
 T = TypeVar("T")
 
@@ -19,6 +20,7 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._is_open = True
+        self._process_id = os.getpid()
         self._thread = threading.Thread(target=self._work, name="plosive-client", daemon=True)
         self._thread.start()
         return self
@@ -33,7 +35,12 @@ class LoopThread:
 
         Raises:
             ConnectionLost: the block was left already, or while it ran.
+            SessionError: `other_process`, after a fork: the loop runs in the parent alone.
         """
+        if os.getpid() != self._process_id:
+            coroutine.close()
+            why = "a session belongs to the process that opened it; connect() again after a fork"
+            raise SessionError("other_process", why)
         if not self._is_open:
             coroutine.close()
             raise _closed()

@@ -115,7 +115,7 @@ class Session:
 
         Raises:
             SessionError: `invalid_option`, if `played_ms` is no number from 0 on; nothing is cancelled.
-            PlosiveError: what ended one of the turns, or the session, otherwise.
+            PlosiveError: what ended all of the turns, or the session, otherwise.
         """
         check_played_ms(played_ms)
         turns = self._interruptible()

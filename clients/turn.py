@@ -44,6 +44,7 @@ class Channel(Protocol):
 
     @property
     def protocol(self) -> ClientProtocol: ...
+    def check_loop(self) -> None: ...
     def register(self, turn: "Turn") -> int: ...
     async def send(self, frames: list[str]) -> None: ...
 
@@ -287,6 +288,7 @@ class Turn:
         """The channel and the id; both are given with the first text."""
         self._raise_failure()
         channel = self._channel or await self._open_channel()
+        channel.check_loop()
         if self._channel is None or self.turn_id is None:
             self._raise_failure()
             if self._outcome is not None:
@@ -301,6 +303,8 @@ class Turn:
 
     async def _begin_cancel(self, played_ms: float | None) -> None:
         """No audio comes out from here on; the outcome is, or will be, what was heard."""
+        if self._channel is not None:
+            self._channel.check_loop()
         is_unread = bool(self._events)
         self._events.clear()
         if self._channel is None or self.turn_id is None:  # the server never hears of it

@@ -3,8 +3,10 @@
 import asyncio
 from contextlib import aclosing
 
-from clients import ConnectionLost, TurnCancelled, TurnDone, connect
-from realtime.wire import TextAppend, TurnCancel, TurnText
+import pytest
+
+from clients import ConnectionLost, SessionError, TurnCancelled, TurnDone, connect
+from realtime.wire import Error, TextAppend, TurnCancel, TurnText
 from tests.clients.scripted_server import (
     PACKET,
     PCM_FORMAT,
@@ -77,6 +79,29 @@ async def heard_of_the_first(peer: Peer) -> None:
         TurnCancelled(turn_id=1, spoken_text="One. ", remaining_text="Two.", played_ms=40.0)
     )
     await peer.until_closed()
+
+
+async def test_a_turn_that_was_refused_takes_no_account_from_the_others() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        for _ in range(2):
+            await peer.expect(TextAppend)
+        await peer.send(Error(code="too_many_turns", message="one at a time", turn_id=2))
+        cancelled = {(await peer.expect(TurnCancel)).turn_id for _ in range(2)}
+        assert cancelled == {1, 2}
+        await peer.send(
+            TurnCancelled(turn_id=1, spoken_text="One. ", remaining_text="", played_ms=40.0)
+        )
+        await peer.until_closed()
+
+    async with session_with(script) as session:
+        turns = [session.turn() for _ in range(2)]
+        for turn in turns:
+            await turn.append("One. ")
+        heard = await session.interrupt()
+        assert heard.spoken_text == "One. "
+        with pytest.raises(SessionError, match="one at a time"):
+            await anext(turns[1])
 
 
 async def test_a_loop_that_was_left_leaves_the_account_to_interrupt() -> None:

@@ -254,6 +254,18 @@ async def test_missing_packets_are_an_error(seqs, num_packets) -> None:
                 pass
 
 
+async def test_a_session_is_of_the_event_loop_that_opened_it() -> None:
+    async with session_with(talker) as session:
+        turn = session.turn()
+        await turn.append("one ")
+        for use in (lambda: session.turn().append("x"), turn.cancel, session.update):
+            with pytest.raises(SessionError, match="clients.sync has one") as raised:
+                await asyncio.to_thread(asyncio.run, use())
+            assert raised.value.code == "other_loop"
+        await turn.commit()
+        assert [packet async for packet in turn.audio()]
+
+
 async def test_a_turn_that_nobody_reads_fails_alone(monkeypatch) -> None:
     overflowed = asyncio.Event()
 
