@@ -62,6 +62,7 @@ from bench_ttfa.gate_models import (
     said_in_bf16,
 )
 from bench_ttfa.gpu_timing import need_cuda
+from bench_ttfa.system import describe_machine, describe_software
 from model.kv_cache import KvFormat
 from model.random_model import is_random
 from ops.quantize import Kind
@@ -263,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--streams", type=positive_int, help="decoded at once (default: as many as inputs)"
     )
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
-    parser.add_argument("--json", type=file_to_write, help="write the verdict here")
+    parser.add_argument("--json", type=file_to_write, help="write the record here")
     args = parser.parse_args(argv)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     is_large = args.model == WIDENED or args.model.startswith("random:s2-pro")
@@ -275,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "  the inputs were chosen with other weights: python -m bench_ttfa.gate_inputs --write"
         )
     if args.json:
-        args.json.write_text(json.dumps(asdict(verdict), indent=1) + "\n", encoding="utf-8")
+        record = {"machine": describe_machine(), "software": describe_software(), **asdict(verdict)}
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 1 if verdict.problems else 0
 
 

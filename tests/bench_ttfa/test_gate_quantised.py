@@ -86,6 +86,7 @@ def test_random_weights_are_judged_by_their_logits(tmp_path, capsys):
     assert main(["--model", "random:tiny", "--device", "cpu", "--json", str(tmp_path / "v")]) == 0
     verdict = json.loads((tmp_path / "v").read_text())
     assert not verdict["problems"] and 0 < verdict["logit_error"] < 0.18
+    assert verdict["software"]["sources"] and verdict["machine"]["cpu_cores"]
     assert sum(count for _, count, _ in verdict["equal_by_margin"]) == 12 * NUM_FRAMES
     assert "equal by margin from 0:" in capsys.readouterr().out
 
