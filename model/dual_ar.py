@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from model.config import DualARConfig
 from model.frame_state import Frame, FrameState, Riders
 from model.kv_cache import FrameCache, KVCache, KvFormat, attend_sequence
-from model.layers import Block, Stack, pack, parameter
+from model.layers import Block, Stack, Storage, pack
 from model.sampling import Sampling
 from ops import reference
 from ops.sampling import FrameSampler, advance_definition
@@ -29,23 +29,16 @@ if TYPE_CHECKING:
 class FastAR(nn.Module):
     """Codebooks 1..K-1 of a frame, given the slow hidden state and codebook 0."""
 
-    def __init__(
-        self,
-        config: DualARConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        is_quantised: bool = False,
-    ) -> None:
+    def __init__(self, config: DualARConfig, storage: Storage) -> None:
         super().__init__()
         dim = config.fast.dim
         self.project_in = self.project_in_bias = None
         if config.needs_projection:
-            self.project_in = parameter(dim, config.slow.dim, device=device, dtype=dtype)
-            self.project_in_bias = parameter(dim, device=device, dtype=dtype)
-        self.embeddings = parameter(config.codebook_size, dim, device=device, dtype=dtype)
-        self.stack = Stack(config.fast, device, dtype, is_quantised=is_quantised)
-        self.output = parameter(config.codebook_size, dim, device=device, dtype=dtype)
+            self.project_in = storage.parameter(dim, config.slow.dim)
+            self.project_in_bias = storage.parameter(dim)
+        self.embeddings = storage.parameter(config.codebook_size, dim)
+        self.stack = Stack(config.fast, storage)
+        self.output = storage.parameter(config.codebook_size, dim)
         self.num_codebooks = config.num_codebooks
 
     def forward(
@@ -111,18 +104,15 @@ class DualAR(nn.Module):
         self.config = config
         self.is_quantised = is_quantised
         self._fused: FusedDualAR | None = None
-        dim, num_codebooks = config.slow.dim, config.num_codebooks
-        self.embeddings = parameter(config.vocab_size, dim, device=device, dtype=dtype)
-        self.codebook_embeddings = parameter(
-            num_codebooks * config.codebook_size, dim, device=device, dtype=dtype
-        )
-        self.slow = Stack(config.slow, device, dtype, is_quantised=is_quantised)
-        self.output = (
-            self.embeddings
-            if config.tie_word_embeddings
-            else parameter(config.vocab_size, dim, device=device, dtype=dtype)
-        )
-        self.fast = FastAR(config, device, dtype, is_quantised=is_quantised)
+        storage = Storage(device, dtype, is_quantised)
+        dim, num_codes = config.slow.dim, config.num_codebooks * config.codebook_size
+        self.embeddings = storage.parameter(config.vocab_size, dim)
+        self.codebook_embeddings = storage.parameter(num_codes, dim)
+        self.slow = Stack(config.slow, storage)
+        self.output = self.embeddings
+        if not config.tie_word_embeddings:
+            self.output = storage.parameter(config.vocab_size, dim)
+        self.fast = FastAR(config, storage)
 
     def finish_loading(self) -> None:
         """Derive what decoding precomputes from the weights and pack the matrices. Call it once,

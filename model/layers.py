@@ -6,6 +6,8 @@ every matrix packed the way its device multiplies fastest once it is loaded (`pa
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +19,17 @@ from ops.reference_fp8 import BLOCK, ceil_div
 MATRICES = ("wqkv", "wo", "gate_up", "down")  # of a block
 
 
-def parameter(*shape: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-    """Uninitialised weights: the loader fills every one of them."""
-    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
+class Storage(NamedTuple):
+    """Where the weights of a model lie, and as what."""
+
+    device: torch.device
+    dtype: torch.dtype
+    is_quantised: bool = False  # the matrices of its blocks, see `Block`
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """Uninitialised weights: the loader fills every one of them."""
+        data = torch.empty(shape, device=self.device, dtype=self.dtype)
+        return nn.Parameter(data, requires_grad=False)
 
 
 def pack(module: nn.Module, *names: str) -> None:
@@ -38,48 +48,40 @@ class Block(nn.Module):
     runs them is `model.dual_ar_cuda`.
     """
 
-    def __init__(
-        self,
-        config: StackConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        is_quantised: bool = False,
-    ) -> None:
+    def __init__(self, config: StackConfig, storage: Storage) -> None:
         super().__init__()
         self.config = config
-        self.is_quantised = is_quantised
+        self.is_quantised = storage.is_quantised
         dim, num_rotated = config.dim, config.num_heads + config.num_kv_heads
-        self.attention_norm = parameter(dim, device=device, dtype=dtype)
-        self.ffn_norm = parameter(dim, device=device, dtype=dtype)
+        self.attention_norm = storage.parameter(dim)
+        self.ffn_norm = storage.parameter(dim)
         for name, rows, columns in (
             ("wqkv", config.qkv_dim, dim),
             ("wo", dim, config.q_dim),
             ("gate_up", 2 * config.ffn_dim, dim),
             ("down", dim, config.ffn_dim),
         ):
-            self._add_matrix(name, rows, columns, device, dtype)
+            self._add_matrix(name, rows, columns, storage)
         self.qkv_bias = self.o_bias = self.qk_norm = None
         if config.has_qkv_bias:
-            self.qkv_bias = parameter(config.qkv_dim, device=device, dtype=dtype)
+            self.qkv_bias = storage.parameter(config.qkv_dim)
         if config.has_o_bias:
-            self.o_bias = parameter(dim, device=device, dtype=dtype)
+            self.o_bias = storage.parameter(dim)
         if config.has_qk_norm:  # one row per head, so that queries and keys are one norm
-            self.qk_norm = parameter(num_rotated, config.head_dim, device=device, dtype=dtype)
+            self.qk_norm = storage.parameter(num_rotated, config.head_dim)
 
     wqkv: Tensor
     wo: Tensor
     gate_up: Tensor
     down: Tensor
 
-    def _add_matrix(
-        self, name: str, rows: int, columns: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def _add_matrix(self, name: str, rows: int, columns: int, storage: Storage) -> None:
         if self.is_quantised:
             blocks = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
-            setattr(self, f"{name}_scale", parameter(*blocks, device=device, dtype=torch.float32))
-            dtype = torch.float8_e4m3fn
-        setattr(self, name, parameter(rows, columns, device=device, dtype=dtype))
+            scales = storage._replace(dtype=torch.float32)
+            setattr(self, f"{name}_scale", scales.parameter(*blocks))
+            storage = storage._replace(dtype=torch.float8_e4m3fn)
+        setattr(self, name, storage.parameter(rows, columns))
 
     def finish_loading(self) -> None:
         """Pack the matrices; the block runs with or without."""
@@ -128,25 +130,15 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks and the final norm."""
 
-    def __init__(
-        self,
-        config: StackConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        is_quantised: bool = False,
-    ) -> None:
+    def __init__(self, config: StackConfig, storage: Storage) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList(
-            Block(config, device, dtype, is_quantised=is_quantised)
-            for _ in range(config.num_layers)
-        )
-        self.norm = parameter(config.dim, device=device, dtype=dtype)
+        self.layers = nn.ModuleList(Block(config, storage) for _ in range(config.num_layers))
+        self.norm = storage.parameter(config.dim)
         self.rope: Tensor
         self.register_buffer(
             "rope",
-            reference.rope_table(config.max_len, config.head_dim, config.rope_base, device),
+            reference.rope_table(config.max_len, config.head_dim, config.rope_base, storage.device),
             persistent=False,
         )
 

@@ -5,7 +5,7 @@ import torch
 
 from model.config import StackConfig
 from model.fused_stack import FusedBlock
-from model.layers import MATRICES, Block
+from model.layers import MATRICES, Block, Storage
 from model.wide_rows import WideBlock
 from ops.plain_linear import multiplies_scaled
 from ops.quantize import quantize_rows
@@ -27,7 +27,7 @@ CONFIG = StackConfig(
 
 
 def random_block(device):
-    block = Block(CONFIG, device, torch.bfloat16)
+    block = Block(CONFIG, Storage(device, torch.bfloat16))
     for name, parameter in block.named_parameters():
         scale = parameter.shape[-1] ** -0.5 if name in MATRICES else 1.0
         parameter.copy_(torch.randn(parameter.shape, device=device) * scale)
