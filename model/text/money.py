@@ -106,7 +106,7 @@ def _sign_last(match: re.Match[str]) -> str:
     return amount(match["amount"], CURRENCIES[match["sign"]])
 
 
-def _code_last(match: re.Match[str]) -> str:
+def _with_code(match: re.Match[str]) -> str:
     return amount(match["amount"], CODES[match["code"]], _magnitude(match))
 
 
@@ -136,7 +136,7 @@ MONEY_RULES = (
         _sign_first,
     ),
     rule(rf"{_AMOUNT} ?(?P<sign>[€£¥₹₽₩])(?!\d)", _sign_last),
-    rule(rf"(?P<code>{_CODE}) ?{_AMOUNT}{_MAGNITUDE}?(?![\w%])", _code_last),
-    rule(rf"{_AMOUNT}{_MAGNITUDE}? ?(?P<code>{_CODE})(?!\w)", _code_last),
+    rule(rf"(?P<code>{_CODE}) ?{_AMOUNT}{_MAGNITUDE}?(?![\w%])", _with_code),
+    rule(rf"{_AMOUNT}{_MAGNITUDE}? ?(?P<code>{_CODE})(?!\w)", _with_code),
     rule(rf"{_AMOUNT} ?¢", _cents),
 )

@@ -16,8 +16,8 @@ MONTHS = words(
 )
 
 
-def _american(words: str) -> str:
-    return words.replace(" and ", " ").replace(",", "").replace("-", " ")
+def _american(spoken: str) -> str:
+    return spoken.replace(" and ", " ").replace(",", "").replace("-", " ")
 
 
 @lru_cache(maxsize=4096)
@@ -32,7 +32,7 @@ def ordinal(value: int) -> str:
 
 @lru_cache(maxsize=1024)
 def year(value: int) -> str:
-    """A year, as in "nineteen oh five"; also the way four-digit room and route numbers are read."""
+    """As in "nineteen oh five"."""
     return _american(str(num2words(value, to="year")))
 
 
@@ -60,11 +60,11 @@ def is_one(text: str) -> bool:
     return text.replace(",", "") == "1"
 
 
-def plural(words: str) -> str:
+def plural(spoken: str) -> str:
     """The plural of the last word of a spelled number: "nineties", "sixes"."""
-    if words.endswith("y"):
-        return words[:-1] + "ies"
-    return words + ("es" if words.endswith("x") else "s")
+    if spoken.endswith("y"):
+        return spoken[:-1] + "ies"
+    return spoken + ("es" if spoken.endswith("x") else "s")
 
 
 def code(text: str) -> str:
@@ -83,7 +83,7 @@ def hundreds(text: str) -> str:
     return f"{cardinal(high)} {'oh ' if low < 10 else ''}{cardinal(low)}"
 
 
-def hundreds_short(text: str) -> str:
+def short_year(text: str) -> str:
     """The year after an apostrophe: '05 and '99."""
     value = int(text)
     return f"oh {cardinal(value)}" if 0 < value < 10 else cardinal(value)
@@ -190,8 +190,7 @@ def _count(match: re.Match[str]) -> str:
 
 def _decade(match: re.Match[str]) -> str:
     text = match["year"]
-    words = year(int(text)) if len(text) == 4 else cardinal(int(text))
-    return plural(words)
+    return plural(year(int(text)) if len(text) == 4 else cardinal(int(text)))
 
 
 def _ordinal(match: re.Match[str]) -> str:
@@ -236,7 +235,7 @@ ORDINAL_RULES = (
     ),
     rule(r"(?<![\w.,])['’]?(?P<year>\d0)['’]?s(?!\w)", _decade),
     rule(r"(?<![\w.,])(?P<year>1[1-9]\d0|20\d0|1000)['’]?s(?!\w)", _decade),
-    rule(r"(?<![\w])['’](?P<year>\d\d)(?!\w)", lambda m: hundreds_short(m["year"])),
+    rule(r"(?<![\w])['’](?P<year>\d\d)(?!\w)", lambda m: short_year(m["year"])),
     rule(r"(?<![\w.,])(?P<n>\d{1,3})['’]?s(?!\w)", lambda m: plural(cardinal(int(m["n"])))),
 )
 

@@ -101,7 +101,7 @@ class WordReader:
         if "-" in word:
             return " ".join(self._again(part) for part in word.split("-"))
         if "'" in word:
-            return word if _plain(word) else word.replace("'", "") and self._mixed(word)
+            return word if _plain(word) else self._mixed(word)
         return self._mixed(word)
 
     def _again(self, part: str) -> str:
