@@ -15,7 +15,8 @@ from clients.player import Playback, Player
 from clients.reconnect import Reconnect
 from clients.save import save
 from clients.session import Session, connect
-from clients.turn import Speech, Timings, Turn
+from clients.speech import Speech
+from clients.turn import Timings, Turn
 from realtime.errors import (
     CapacityError,
     ConnectionFailed,

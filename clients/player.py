@@ -11,7 +11,8 @@ from clients.devices import Device, SoundCard
 from clients.interruption import Interruption, interrupt
 from clients.play_buffer import PlayBuffer, Track
 from clients.session import Session
-from clients.turn import Speech, TextSource, Turn
+from clients.speech import Speech, TextSource
+from clients.turn import Turn
 from realtime.wire import AudioPacket
 
 _FADE_MS = 5  # of an interruption: no click

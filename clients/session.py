@@ -14,7 +14,8 @@ from clients.interruption import Interruption, interrupt
 from clients.link import Link, open_link
 from clients.protocol import ClientProtocol, SessionEvent
 from clients.reconnect import Attempts, Reconnect
-from clients.turn import MAX_BUFFERED_EVENTS, Speech, TextSource, Turn, check_played_ms
+from clients.speech import Speech, TextSource
+from clients.turn import Turn, check_played_ms
 from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError, SessionError
 from realtime.wire import (
     AudioFormat,
@@ -79,7 +80,7 @@ class Session:
         """
         if not self._is_reopening:
             self._check_open()
-        turn = Turn(self._open_channel, MAX_BUFFERED_EVENTS)
+        turn = Turn(self._open_channel)
         self._turns.add(turn)
         self._latest = turn
         return turn
@@ -198,7 +199,7 @@ class Session:
 
     async def _open_channel(self) -> Link:
         """The connection; where it is being opened again, wait for that."""
-        while self._reopening is not None and not self._reopening.done():
+        while self._reopening is not None and self._is_reopening:
             await asyncio.wait([self._reopening])
         self._check_open()
         return self._link

@@ -18,11 +18,13 @@ from itertools import islice
 from typing import Self, TypeVar, Unpack
 
 import clients.session
+import clients.speech
 import clients.turn
 from clients.interruption import Interruption
 from clients.loop_thread import LoopThread
 from clients.protocol import TurnEvent
-from clients.turn import TextSource, Timings
+from clients.speech import TextSource
+from clients.turn import Timings
 from realtime.errors import ConnectionLost
 from realtime.wire import (
     AudioPacket,
@@ -46,9 +48,10 @@ def connect(url: str, **options: Unpack[clients.session.ConnectOptions]) -> "Ses
             for packet in session.say("Hello there."):
                 player.feed(packet)
     """
+    opening = clients.session.connect(url, **options)
     with ExitStack() as opened:
         loop = opened.enter_context(LoopThread())
-        session = loop.run(_open(url, options))
+        session = loop.run(opening.__aenter__())
         opened.callback(lambda: loop.run(session.drop()))
         return Session(session, loop, opened.pop_all())
 
@@ -193,11 +196,7 @@ class Turn:
         return (event for event in self if isinstance(event, AudioPacket))
 
     def __iter__(self) -> Iterator[TurnEvent]:
-        while True:
-            try:
-                event = self._loop.run(self.asynchronous.__anext__())
-            except StopAsyncIteration:
-                return
+        while (event := self._loop.run(_next(self.asynchronous))) is not None:
             yield event
 
     def __enter__(self) -> Self:
@@ -215,7 +214,7 @@ class Speech:
 
     def __init__(self, turn: Turn, text: TextSource) -> None:
         self.turn = turn
-        self._speech = clients.turn.Speech(turn.asynchronous, text)
+        self._speech = clients.speech.Speech(turn.asynchronous, text)
 
     def __iter__(self) -> Iterator[AudioPacket]:
         run = self.turn._loop.run
@@ -227,10 +226,6 @@ class Speech:
         finally:
             with suppress(ConnectionLost):  # the session may be closed before the iterator
                 run(events.aclose())
-
-
-async def _open(url: str, options: clients.session.ConnectOptions) -> clients.session.Session:
-    return await clients.session.connect(url, **options)
 
 
 async def call(function: Callable[[], T]) -> T:

@@ -6,8 +6,8 @@ import clients.player
 from clients.devices import Device
 from clients.interruption import Interruption
 from clients.loop_thread import LoopThread
+from clients.speech import TextSource
 from clients.sync import Session, Turn, call, text_source
-from clients.turn import TextSource
 
 
 class Player:

@@ -9,15 +9,8 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-)
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -35,8 +28,6 @@ from realtime.wire import (
 # A server never runs further ahead of playback than the largest `max_lead_ms`, so a consumer that
 # keeps up with real time cannot meet this limit.
 MAX_BUFFERED_EVENTS = 600_000 // PACKET_MS
-
-TextSource = str | Iterable[str] | AsyncIterable[str]
 
 
 class Channel(Protocol):
@@ -101,7 +92,7 @@ class Turn:
                         print(text)
     """
 
-    def __init__(self, open_channel: OpenChannel, max_buffered_events: int) -> None:
+    def __init__(self, open_channel: OpenChannel) -> None:
         self.turn_id: int | None = None  # given with the first text: that is the turns' order
         self.timings = Timings()
         self.metrics: TurnMetrics | None = None  # the server's account, from the turn's end on
@@ -109,7 +100,6 @@ class Turn:
         self._open_channel = open_channel
         self._channel: Channel | None = None
         self._unsent = ""  # what waits for the channel
-        self._max_buffered_events = max_buffered_events
         self._events: deque[TurnEvent] = deque()
         self._arrived = asyncio.Event()
         self.was_left = False  # its reader left it before its end, and has not asked what was heard
@@ -255,7 +245,7 @@ class Turn:
                 return
         self._events.append(event)
         self._arrived.set()
-        if len(self._events) > self._max_buffered_events:
+        if len(self._events) > MAX_BUFFERED_EVENTS:
             self._overflow()
 
     def _overflow(self) -> None:
@@ -327,68 +317,6 @@ class Turn:
     def _raise_failure(self) -> None:
         if isinstance(self._outcome, Exception):
             raise self._outcome
-
-
-class Speech:
-    """A turn that says a text: iterate it for its packets. Made by `Session.say`.
-
-    The text is sent when iteration begins, and while audio is read. Leaving the loop early cancels
-    the turn. `turn` has the timings and the server's metrics.
-    """
-
-    def __init__(self, turn: Turn, text: TextSource) -> None:
-        self.turn = turn
-        self._text = text
-        self._is_said = False
-
-    async def __aiter__(self) -> AsyncGenerator[AudioPacket, None]:
-        async with aclosing(self.events()) as events:
-            async for event in events:
-                if isinstance(event, AudioPacket):
-                    yield event
-
-    async def events(self) -> AsyncGenerator[TurnEvent, None]:
-        """The turn's events, as iterating the turn gives them, while the text is sent.
-
-        Example:
-            async with aclosing(session.say("Hello.").events()) as events:
-                async for event in events:
-                    ...
-        """
-        if self._is_said:
-            raise SessionError("said_already", "this speech is said already; say() makes another")
-        self._is_said = True
-        sender = asyncio.create_task(self._send())
-        try:
-            async for event in self.turn:
-                yield event
-        finally:
-            sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
-            await self.turn.abandon()
-
-    async def _send(self) -> None:
-        """A text source that fails ends the turn, and the loop raises its exception."""
-        try:
-            async for piece in _pieces(self._text):
-                await self.turn.append(piece)
-            await self.turn.commit()
-        except Exception as error:  # noqa: BLE001 - handed to the reader of the turn
-            self.turn.fail(error)
-
-
-async def _pieces(text: TextSource) -> AsyncIterator[str]:
-    if isinstance(text, str):
-        yield text
-    elif isinstance(text, AsyncIterable):
-        async for piece in text:
-            yield piece
-    elif isinstance(text, Iterable):
-        for piece in text:
-            yield piece
-    else:
-        expected = "a string, or an (async) iterator of strings"
-        raise SessionError("invalid_text", f"text: got {shorten(text)}, expected {expected}")
 
 
 def check_played_ms(played_ms: float | None) -> None:

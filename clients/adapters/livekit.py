@@ -27,7 +27,7 @@ from clients.adapters.shared_session import SharedSession
 from clients.adapters.words import WordTimes
 from clients.reconnect import is_retryable
 from clients.session import ConnectOptions, Session
-from clients.turn import TextSource
+from clients.speech import TextSource
 from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
 from realtime.wire import AudioFormat, AudioPacket, TurnText
 

@@ -280,7 +280,7 @@ async def test_a_turn_that_nobody_reads_fails_alone(monkeypatch) -> None:
         await peer.done(2, 1)
         await peer.until_closed()
 
-    monkeypatch.setattr("clients.session.MAX_BUFFERED_EVENTS", 4)
+    monkeypatch.setattr("clients.turn.MAX_BUFFERED_EVENTS", 4)
     async with session_with(script) as session:
         unread = session.turn()
         await unread.append("Hello")
