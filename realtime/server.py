@@ -91,6 +91,7 @@ def _add_no_such_socket(app: FastAPI, errors: HttpErrors) -> None:
 
 
 def _add_operations(app: FastAPI, hub: Hub, metrics: Metrics) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> JSONResponse:
         """Alive; 503 only when a restart would help."""
@@ -98,6 +99,7 @@ def _add_operations(app: FastAPI, hub: Hub, metrics: Metrics) -> None:
         content = {"status": "failed" if is_failed else "ok"}
         return JSONResponse(content, status_code=503 if is_failed else 200)
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> JSONResponse:
         is_ready = hub.check() is State.READY
