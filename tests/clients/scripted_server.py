@@ -142,7 +142,8 @@ class ScriptedServer:
 async def scripted_server(
     script: Script, *, refusal: Response | None = None, port: int = 0
 ) -> AsyncIterator[ScriptedServer]:
-    """Run `script` for every connection; a script that fails fails the test that runs it."""
+    """Run `script` for every connection, then wait until the client closes it; a script that fails
+    fails the test that runs it."""
     scripted = ScriptedServer(url="", refusal=refusal)
 
     async def handle(socket: ServerConnection) -> None:
@@ -150,6 +151,7 @@ async def scripted_server(
         scripted.peers.append(peer)
         try:
             await script(peer)
+            await peer.until_closed()
         except ConnectionClosed:
             pass
         except Exception as error:  # noqa: BLE001 - raised in the test
@@ -291,6 +293,7 @@ async def talker(peer: Peer) -> None:
                 await peer.send(ready(peer.format, voice or "default"))
             case SessionClose():
                 await peer.send(SessionClosing(reason="session_closed"))
+                await peer.socket.close()
                 return
 
 
@@ -318,7 +321,6 @@ async def _main() -> None:
         await peer.accept()
         await peer.expect(TextAppend)
         Path(args.mute).write_text(str(os.getpid()))  # noqa: ASYNC240 - nothing else runs
-        await peer.until_closed()
 
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)

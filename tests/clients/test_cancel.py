@@ -33,7 +33,6 @@ async def test_cancel_gives_the_account_and_late_audio_is_dropped() -> None:
         await peer.expect_turn()
         await peer.audio(2, [PACKET])
         await peer.done(2, 1)
-        await peer.until_closed()
 
     async with session_with(script) as session:
         speech = session.say("Hello")
@@ -62,7 +61,6 @@ async def test_cancel_while_text_still_streams() -> None:
         await peer.send(
             TurnCancelled(turn_id=1, spoken_text="", remaining_text="one ", played_ms=0.0)
         )
-        await peer.until_closed()
 
     async def endless() -> AsyncIterator[str]:
         yield "one "
@@ -89,7 +87,6 @@ async def test_cancel_after_done_while_it_still_plays() -> None:
         await peer.send(
             TurnCancelled(turn_id=1, spoken_text="He", remaining_text="llo", played_ms=9.0)
         )
-        await peer.until_closed()
 
     async with session_with(script) as session:
         speech = session.say("Hello")
@@ -109,7 +106,6 @@ async def test_a_cancelled_turn_has_the_metrics_that_the_server_tells() -> None:
         await peer.expect(TurnCancel)
         account = TurnCancelled(turn_id=1, spoken_text="", remaining_text="Hello", played_ms=0.0)
         await peer.send(account.model_copy(update={"metrics": metrics}))
-        await peer.until_closed()
 
     async with session_with(script) as session:
         turn = session.turn()
@@ -128,7 +124,6 @@ async def test_done_that_crosses_a_cancel_ends_in_the_account() -> None:
         await peer.send(
             TurnCancelled(turn_id=1, spoken_text="", remaining_text="Hello", played_ms=0.0)
         )
-        await peer.until_closed()
 
     async with session_with(script) as session:
         turn = session.turn()
@@ -148,7 +143,6 @@ async def test_cancel_of_what_the_server_has_forgotten_is_accounted_here() -> No
         await peer.done(1, 2)
         await peer.expect(TurnCancel)
         await peer.send(Warn(code="unknown_turn", message="not open", turn_id=1))
-        await peer.until_closed()
 
     async with session_with(script) as session:
         speech = session.say("One. Two.")

@@ -63,7 +63,6 @@ async def test_a_format_that_cannot_be_refuses_the_session(field) -> None:
         message = ready().model_dump()
         message["format"] |= field
         await peer.send_raw(json.dumps(message))
-        await peer.until_closed()
 
     async with scripted_server(script) as server:
         with pytest.raises(ProtocolError, match="cannot be read"):
@@ -88,7 +87,6 @@ async def test_refused_start() -> None:
     async def script(peer: Peer) -> None:
         await peer.expect(SessionStart)
         await peer.send(Error(code="voice_not_found", message="no voice 'eve'", param="voice"))
-        await peer.until_closed()
 
     async with scripted_server(script) as server:
         with pytest.raises(VoiceError, match="eve"):

@@ -30,7 +30,6 @@ async def two_turns(peer: Peer) -> None:
         TurnCancelled(turn_id=2, spoken_text="", remaining_text="Three.", played_ms=0.0),
         TurnCancelled(turn_id=1, spoken_text="One. ", remaining_text="Two.", played_ms=80.0),
     )
-    await peer.until_closed()
 
 
 async def test_all_queued_turns_are_cancelled_the_last_one_first() -> None:
@@ -78,7 +77,6 @@ async def heard_of_the_first(peer: Peer) -> None:
     await peer.send(
         TurnCancelled(turn_id=1, spoken_text="One. ", remaining_text="Two.", played_ms=40.0)
     )
-    await peer.until_closed()
 
 
 async def test_a_turn_that_was_refused_takes_no_account_from_the_others() -> None:
@@ -92,7 +90,6 @@ async def test_a_turn_that_was_refused_takes_no_account_from_the_others() -> Non
         await peer.send(
             TurnCancelled(turn_id=1, spoken_text="One. ", remaining_text="", played_ms=40.0)
         )
-        await peer.until_closed()
 
     async with session_with(script) as session:
         turns = [session.turn() for _ in range(2)]

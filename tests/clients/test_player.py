@@ -87,7 +87,6 @@ async def test_the_padding_of_the_last_packet_is_not_played() -> None:
         await peer.audio(1, level(100, 1))
         await peer.audio(1, level(200, 1), first_seq=1, is_last=True)
         await peer.done(1, 2, num_samples=PACKET_SAMPLES + 100)
-        await peer.until_closed()
 
     device = NullDevice()
     async with session_with(script) as session, Player(session, device, buffer_ms=0) as player:
@@ -130,7 +129,6 @@ async def barge_in(peer: Peer) -> None:
     await peer.expect_turn()
     await peer.audio(3, level(3000, 4))
     await peer.done(3, 4)
-    await peer.until_closed()
 
 
 async def test_interrupt_fades_out_in_5_ms_and_says_what_was_heard() -> None:
@@ -192,7 +190,6 @@ async def test_underruns_are_counted() -> None:
         await may_go_on.wait()
         await peer.audio(1, level(1000, 3), first_seq=3)
         await peer.done(1, 6)
-        await peer.until_closed()
 
     device = NullDevice()
     async with session_with(script) as session, Player(session, device) as player:
@@ -235,7 +232,6 @@ async def test_audio_that_cannot_be_decoded_cancels_its_turn() -> None:
         await peer.audio(1, [b"\0\0\0"])
         await peer.expect(TurnCancel)
         cancelled.set()
-        await peer.until_closed()
 
     device = NullDevice()
     async with session_with(script) as session, Player(session, device) as player:
@@ -264,7 +260,6 @@ async def test_leaving_the_block_does_not_wait_for_a_turn_that_goes_on() -> None
         await peer.expect_turn()
         await peer.audio(1, level(1000, 3))
         await peer.expect(TurnCancel)
-        await peer.until_closed()
 
     device = NullDevice()
     async with session_with(script) as session, asyncio.timeout(TIMEOUT_S):

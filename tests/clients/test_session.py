@@ -110,7 +110,6 @@ async def test_leaving_the_loop_does_not_wait_for_text_that_never_ends() -> None
         await peer.expect(TextAppend)
         await peer.audio(1, [PACKET])
         await peer.expect(TurnCancel)
-        await peer.until_closed()
 
     async def endless() -> AsyncIterator[str]:
         yield "one "
@@ -144,7 +143,6 @@ async def test_typed_events_of_a_turn() -> None:
         await peer.send(Warn(code="idle", message="soon closing"))
         await peer.expect(TurnCommit)
         await peer.done(1, 1)
-        await peer.until_closed()
 
     async with session_with(script) as session, session.turn() as turn:
         await turn.append("Hi")
@@ -171,7 +169,6 @@ async def test_interleaved_turns_each_get_their_own() -> None:
             await peer.audio(1, [b"aa"], seq)
         await peer.done(2, 3)
         await peer.done(1, 3)
-        await peer.until_closed()
 
     async def collect(speech) -> list[bytes]:
         return [packet.payload async for packet in speech]
@@ -205,7 +202,6 @@ async def test_messages_of_a_newer_server_are_ignored() -> None:
         await peer.done(1, 1)
         await peer.audio(77, [PACKET])
         await peer.send(done(77, 1))
-        await peer.until_closed()
 
     async with (
         scripted_server(script) as server,
@@ -221,7 +217,6 @@ async def test_update_changes_the_voice_and_a_refusal_leaves_the_session_usable(
         await peer.send(ready(voice="bob"))
         await peer.expect(SessionUpdate)
         await peer.send(Error(code="voice_not_found", message="no voice 'eve'", param="voice"))
-        await peer.until_closed()
 
     async with scripted_server(script) as server, connect(server.url) as session:
         assert (await session.update(voice="bob")).voice == "bob"

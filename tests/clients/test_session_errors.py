@@ -24,7 +24,6 @@ async def test_text_that_came_too_fast_says_when_to_come_back() -> None:
         await peer.expect(TextAppend)
         refusal = Error(code="text_rate_exceeded", message="wait", turn_id=1, keeps_turn=True)
         await peer.send(refusal.model_copy(update={"retry_after_ms": 1500}))
-        await peer.until_closed()
 
     async with session_with(script) as session:
         with pytest.raises(CapacityError) as refused:
@@ -58,7 +57,6 @@ async def test_a_prompt_that_came_too_soon_says_when_to_come_back() -> None:
         await peer.accept()
         await peer.expect(SessionUpdate)
         await peer.send(refusal)
-        await peer.until_closed()
 
     async with session_with(script) as session:
         with pytest.raises(CapacityError) as refused:
@@ -90,7 +88,6 @@ async def test_an_error_of_a_turn_is_raised_there_and_the_session_goes_on(code, 
         await peer.expect_turn()
         await peer.audio(2, [PACKET])
         await peer.done(2, 1)
-        await peer.until_closed()
 
     async with session_with(script) as session:
         speech = session.say("Hello")
@@ -108,7 +105,6 @@ async def test_an_error_without_a_turn_fails_what_is_open() -> None:
         await peer.accept()
         await peer.expect(TextAppend)
         await peer.send(Error(code="message_too_large", message="too large"))
-        await peer.until_closed()
 
     async with scripted_server(script) as server, connect(server.url) as session:
         turn = session.turn()
@@ -131,6 +127,7 @@ async def test_a_turn_that_an_error_without_a_turn_ended_is_cancelled_and_the_ne
         await peer.done(2, 1)
         await peer.send(Error(code="text_too_long", message="turn 1: too long"))
         await peer.expect(SessionClose)
+        await peer.socket.close()
 
     async with session_with(script) as session:
         turn = session.turn()
@@ -212,6 +209,7 @@ async def test_a_waiting_cancel_learns_that_the_connection_is_lost() -> None:
         await peer.accept()
         await peer.expect(TextAppend)
         await peer.expect(TurnCancel)
+        await peer.socket.close()
 
     async with scripted_server(script) as server, connect(server.url) as session:
         turn = session.turn()
@@ -230,7 +228,6 @@ async def test_frames_that_cannot_be_read_end_the_session(frame) -> None:
         await peer.accept()
         await peer.expect(TextAppend)
         await peer.send_raw(frame)
-        await peer.until_closed()
 
     async with scripted_server(script) as server, connect(server.url) as session:
         with pytest.raises(ProtocolError, match="cannot be read"):
@@ -246,7 +243,6 @@ async def test_missing_packets_are_an_error(seqs, num_packets) -> None:
         for seq in seqs:
             await peer.audio(1, [PACKET], seq)
         await peer.done(1, num_packets)
-        await peer.until_closed()
 
     async with session_with(script) as session:
         with pytest.raises(ProtocolError, match="audio_gap"):
@@ -278,7 +274,6 @@ async def test_a_turn_that_nobody_reads_fails_alone(monkeypatch) -> None:
         await peer.expect_turn()
         await peer.audio(2, [PACKET])
         await peer.done(2, 1)
-        await peer.until_closed()
 
     monkeypatch.setattr("clients.turn.MAX_BUFFERED_EVENTS", 4)
     async with session_with(script) as session:

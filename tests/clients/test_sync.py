@@ -176,7 +176,6 @@ async def speak_until_cancelled(peer: Peer) -> None:
             turn_id=1, spoken_text="one ", remaining_text="two", played_ms=cancel.played_ms or 0
         )
     )
-    await peer.until_closed()
 
 
 def test_another_thread_interrupts_the_one_that_reads() -> None:
@@ -272,7 +271,6 @@ def test_nobody_listens() -> None:
 def test_leaving_the_block_wakes_who_reads() -> None:
     async def mute(peer: Peer) -> None:
         await peer.accept()
-        await peer.until_closed()
 
     failures = []
     with served(mute) as server:
@@ -298,7 +296,6 @@ def test_ctrl_c_ends_the_wait_and_cancels_the_turn() -> None:
         await peer.expect_turn()
         signal.pthread_kill(main, signal.SIGINT)
         await peer.expect(TurnCancel)
-        await peer.until_closed()
 
     main = threading.get_ident()
     with served(script) as server, connect(server.url) as session:
