@@ -17,11 +17,9 @@ from model.speech_model import PlainText, Serving, SpeechModel
 from realtime.pingpong.engine import EngineConfig, PingPongEngine
 from realtime.pingpong.messages import (
     CloseSlot,
-    EndTurn,
     FramePcm,
     OpenSlot,
     SamplingParams,
-    SetText,
     SlotClosed,
     SlotReady,
     SlotRef,
@@ -29,6 +27,7 @@ from realtime.pingpong.messages import (
     VoicePrompt,
 )
 from tests.support import recorder
+from tests.support.tones import say as start_turn
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 TEXTS = ("hello there.", "how are you today?", "fine, thanks.", "see you soon!")
@@ -127,12 +126,6 @@ def open_slot(
     slot = ask_slot(engine, voice(voice_seed), seed, **kwargs)
     recorder.wait(SlotReady, lambda event: event.slot == slot)
     return slot
-
-
-def start_turn(engine: PingPongEngine, slot: SlotRef, turn_id: int, *texts: str) -> None:
-    for segment, text in enumerate(texts):
-        engine.submit(SetText(slot, turn_id, segment, text, is_closed=True))
-    engine.submit(EndTurn(slot, turn_id, len(texts)))
 
 
 def speak(
