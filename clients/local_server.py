@@ -25,7 +25,8 @@ _READY_TIMEOUT_S = 600.0
 _PROBE_TIMEOUT_S = 0.5
 _POLL_S = 0.1
 _NUM_LAST_LINES = 8
-_OF_OTHER_SERVERS = (  # one's own asks for no key, and needs no certificate on this machine
+_OF_OTHER_SERVERS = (  # one's own is reached from this machine alone, without key or certificate
+    *("PLOSIVE_HOST", "PLOSIVE_PORT"),
     *("PLOSIVE_API_KEYS", "PLOSIVE_API_KEYS_FILE"),
     *("PLOSIVE_SSL_CERTFILE", "PLOSIVE_SSL_KEYFILE"),
 )

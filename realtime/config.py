@@ -7,6 +7,7 @@ Nothing is read at import, and an unknown variable or value is an error that nam
 
 import argparse
 import dataclasses
+import difflib
 import ipaddress
 import math
 import os
@@ -194,6 +195,8 @@ class ServerConfig:
         self._check("max_slots", is_in_range, f"1 to {_MAX_SLOTS}")
         self._check("num_threads", 0 <= self.num_threads <= _MAX_THREADS, f"0 to {_MAX_THREADS}")
         self._check("kv_fraction", 0 < self.kv_fraction <= 1, "more than 0, at most 1")
+        self._check("host", bool(self.host), "an address, 0.0.0.0 for all of this machine")
+        self._check("model", bool(self.model), '"embedded" or another model')
         self._check("port", 0 <= self.port <= 65_535, "0 to 65535")
         self._check("device", is_device(self.device), DEVICES)
         has_urls = all("://" in origin or origin == "null" for origin in self.origins())
@@ -329,8 +332,11 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         if not variable.startswith(ENV_PREFIX) or variable in OTHER_ENV:
             continue
         if variable not in names:
-            valid = ", ".join(sorted([*names, *OTHER_ENV]))
-            raise ConfigError(message=f"unknown environment variable {variable}; valid: {valid}")
+            valid = sorted([*names, *OTHER_ENV])
+            near = difflib.get_close_matches(variable, valid, n=3) or valid
+            raise ConfigError(
+                message=f"unknown environment variable {variable}; there is {', '.join(near)}"
+            )
         name = names[variable]
         try:
             values[name] = _parser_of(name)(text)
@@ -349,7 +355,7 @@ def _parser_of(name: str) -> Callable[[str], Any]:
         float: _float,
         bool: _bool,
         str: str,
-        Path: Path,
+        Path: _path,
     }
     return parsers[hint]
 
@@ -369,6 +375,12 @@ def _float(text: str) -> float:
     if not math.isfinite(value):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number")
     return value
+
+
+def _path(text: str) -> Path:
+    if not text:  # which would be the directory that the server happens to start in
+        raise argparse.ArgumentTypeError("got '', expected a path")
+    return Path(text)
 
 
 def _bool(text: str) -> bool:

@@ -303,8 +303,9 @@ os.write(fd, json.dumps({"url": " ".join(names)}).encode() + b"\\n")
 """
 
 
-def test_a_local_server_asks_for_no_key_and_needs_no_certificate(monkeypatch) -> None:
-    for name in ("API_KEYS", "API_KEYS_FILE", "SSL_CERTFILE", "SSL_KEYFILE", "MAX_SLOTS"):
+def test_a_local_server_is_of_this_machine_alone_without_key_or_certificate(monkeypatch) -> None:
+    of_another = ("HOST", "PORT", "API_KEYS", "API_KEYS_FILE", "SSL_CERTFILE", "SSL_KEYFILE")
+    for name in (*of_another, "MAX_SLOTS"):
         monkeypatch.setenv(f"PLOSIVE_{name}", "2")
     command = [sys.executable, "-c", TELLS_ITS_ENVIRONMENT]
     with LocalServer(command=command) as server:

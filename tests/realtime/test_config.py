@@ -42,9 +42,13 @@ def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "PLOSIVE_MAX_SLOTS" in text and "--num-threads N" in text
 
 
-def test_unknown_variable_names_the_valid_ones() -> None:
-    with pytest.raises(ConfigError, match=r"PLOSIVE_PROT.*PLOSIVE_PORT"):
+def test_unknown_variable_names_the_nearest_ones_or_else_all() -> None:
+    with pytest.raises(ConfigError, match=r"PLOSIVE_PROT; there is PLOSIVE_PORT(, \w+){,2}$"):
         parse(PLOSIVE_PROT="1")
+    with pytest.raises(
+        ConfigError, match=r"PLOSIVE_.*QQQ; there is PLOSIVE_A.*PLOSIVE_WRITE_STALL"
+    ):
+        parse(PLOSIVE_QQQQQQQQQ="1")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,9 @@ def test_unknown_variable_names_the_valid_ones() -> None:
         ("PLOSIVE_MAX_CONTEXT", "0"),
         ("PLOSIVE_KV_FRACTION", "1.5"),
         ("PLOSIVE_PUBLIC_METRICS", "maybe"),
+        ("PLOSIVE_HOST", ""),
+        ("PLOSIVE_MODEL", ""),
+        ("PLOSIVE_VOICES_DIR", ""),
     ],
 )
 def test_values_that_make_no_sense(variable: str, value: str) -> None:
