@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from model.codec import load_codec
+from model.codec import Codec, load_codec
 from model.loader import load_dual_ar
 from model.prompt import PromptBuilder
 from model.speech_model import PlainText, Serving, SpeechModel
@@ -51,6 +52,12 @@ def tiny_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+@cache
+def tiny_codec(device: torch.device) -> Codec:
+    """One for all models: its state is not its own."""
+    return load_codec(GOLDEN / "codec", device, torch.float32)
+
+
 def tiny_model(
     checkpoint: str = "dual_ar_long",
     front_end: Callable[[str], PlainText] = PlainText,
@@ -67,7 +74,7 @@ def tiny_model(
         path=GOLDEN,
         device=torch_device,
         dual_ar=dual_ar,
-        codec=load_codec(GOLDEN / "codec", torch_device, torch.float32),
+        codec=tiny_codec(torch_device),
         codec_id="tiny",
         prompt=prompt,
         front_end=front_end,
