@@ -137,7 +137,7 @@ class LiveSocket:
             if message["type"] == "websocket.disconnect":
                 return
             try:
-                await self._handle(await self._unpack(message.get("bytes") or b""))
+                await self._handle(await self._unpack(message.get("bytes")))
             except ConnectionLost:
                 await asyncio.Event().wait()  # until `_speak` has said why
             except PlosiveError as error:
@@ -145,7 +145,10 @@ class LiveSocket:
                     self._drop_open_speech()
                 await self._send_error(error)
 
-    async def _unpack(self, frame: bytes) -> dict[str, Any]:
+    async def _unpack(self, frame: bytes | None) -> dict[str, Any]:
+        if frame is None:
+            why = "got a text frame, expected MessagePack in a binary one"
+            raise PlosiveError("invalid_body", why)
         if len(frame) < _LARGE_FRAME_BYTES:
             return unpack(frame)
         return await asyncio.to_thread(unpack, frame)

@@ -149,7 +149,9 @@ async def test_garbage(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, live(served) as fish:
         for frame in frames:
             await fish.socket.send(frame)
-            assert (await fish.next())["reason"] == "error"
+            finish = await fish.next()
+            assert finish["reason"] == "error"
+        assert finish["message"] == "got a text frame, expected MessagePack in a binary one"
         await fish.start()
         await fish.send("text", text=5)
         assert "text" in (await fish.next())["message"]
