@@ -277,7 +277,7 @@ class FrameSampler:
         self._inv_temperature = torch.stack([inverse, twins], dim=1)[:, :, None]
 
     def semantic(self, logits: Tensor, window: Tensor, head_tokens: Tensor) -> Tensor:
-        """See `draw_semantic`: i64 [B]."""
+        """See `draw_semantic`; logits f32. Returns i64 [B]."""
         noise = self._noise[:, :2]
         drawn = reference.sample_top(logits, noise, self._thresholds, self._inv_temperature)
         normal, twin = drawn.unbind(1)
@@ -285,7 +285,7 @@ class FrameSampler:
         return torch.where(recent.any(1) & (normal < len(head_tokens) - 1), twin, normal)
 
     def codebook(self, logits: Tensor, codebook: int) -> Tensor:
-        """See `draw_codebook`: i64 [B]."""
+        """See `draw_codebook`; logits f32. Returns i64 [B]."""
         noise = self._noise[:, codebook + 1, None]
         thresholds, inv_temperature = self._thresholds[:, :1], self._inv_temperature[:, :1]
         return reference.sample_top(logits, noise, thresholds, inv_temperature).squeeze(1)
