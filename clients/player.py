@@ -6,6 +6,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Self
 
+from clients.checks import expect, is_from
 from clients.decode import Decoder
 from clients.devices import Device, SoundCard
 from clients.interruption import Interruption, interrupt
@@ -34,12 +35,16 @@ class Player:
             heard = await player.interrupt()
 
     Raises:
+        SessionError: `invalid_option`.
         OSError: on entering, if there is nothing to play on.
     """
 
     def __init__(
         self, session: Session, device: Device | None = None, *, buffer_ms: int = 60
     ) -> None:
+        is_device = device is None or hasattr(device, "start")
+        expect(is_device, "device", device, "a device like SoundCard(), or None")
+        expect(is_from(0, buffer_ms), "buffer_ms", buffer_ms, "milliseconds from 0 on")
         self._session = session
         self._device = device or SoundCard()
         self.sample_rate_hz = Decoder(session.format).sample_rate_hz

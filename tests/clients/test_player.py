@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from clients import ConnectionLost, ProtocolError, connect
+from clients import ConnectionLost, ProtocolError, SessionError, connect
 from clients.devices import NullDevice, SoundCard
 from clients.player import Playback, Player
 from realtime.wire import (
@@ -44,6 +44,16 @@ async def play_out(device: NullDevice, playing: Playback) -> None:
 
 async def is_received(playing: Playback) -> None:
     await asyncio.wait([playing._reader])
+
+
+@pytest.mark.parametrize(
+    "option", [{"device": 7}, {"buffer_ms": "60"}, {"buffer_ms": -1}, {"buffer_ms": float("nan")}]
+)
+async def test_what_no_player_can_be_made_of_is_refused_in_words(option) -> None:
+    (name,) = option
+    async with session_with(talker) as session:
+        with pytest.raises(SessionError, match=f"{name}: got .*, expected"):
+            Player(session, **option)
 
 
 async def test_the_output_runs_before_the_first_word() -> None:
