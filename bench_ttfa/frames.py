@@ -187,6 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     need_cuda(parser, args.device)
+    if args.device == "cpu":
+        parser.error("argument --device: this times CUDA devices alone")
     if args.gate and not args.gate.is_file():
         parser.error(f"argument --gate: {args.gate}: there is no such file")
     gpu = torch.cuda.get_device_name(args.device)

@@ -34,6 +34,7 @@ REFUSED = [
     (["frames", "--format", "fp4"], "argument --format: 'fp4' is none of eager, bf16, bsfp8"),
     (["frames", "--gate", "NONE"], "argument --gate: NONE: there is no such file"),
     (["frames", "--gate", "TEXT"], "argument --gate: TEXT is no JSON"),
+    (["frames", "--device", "cpu"], "argument --device: this times CUDA devices alone"),
     (["frames", "--device", "gpu"], "device 'gpu' is none of cpu, cuda, cuda:0, ..."),
     (["frames", "--device", "cuda:1"], "device 'cuda:1': torch finds 1 here"),
     (["gate_quantised", "--model", "big"], "argument --model: 'big' is none of embedded, embedd"),
