@@ -33,24 +33,21 @@ from ops.fp8_rows import KvRows
 from ops.quantize import Activation, Kind, quantize_rows
 
 _BATCHES = 2  # mma that share what a warp reads
-_MOST_SPLITS = 4
+_MOST_SPLITS = 2
 
 
 class SharedPlan(NamedTuple):
-    """How the positions of a few rows are shared: by `splits` CTAs (1, 2 or 4) of `warps` (12, 8, 6 or 4;
-    an SM has registers for twelve)."""
+    """How the positions of a few rows are shared: by `splits` CTAs (1 or 2) of `warps` (8, 6 or 4; an SM
+    has registers for twelve)."""
 
     splits: int
     warps: int
 
 
-# Pairs of a few rows and a key/value head, and the plan for up to that many, measured on an H200: most
-# warps at work in the fewest waves.
+# Pairs of a few rows and a key/value head, and the plan for up to that many, measured on an H200.
 _PLANS = (
-    (16, SharedPlan(4, 4)),
-    (32, SharedPlan(2, 4)),
     (66, SharedPlan(2, 8)),
-    (132, SharedPlan(1, 12)),
+    (132, SharedPlan(1, 8)),
     (264, SharedPlan(1, 6)),
     (396, SharedPlan(1, 4)),
     (528, SharedPlan(1, 6)),

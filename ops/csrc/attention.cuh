@@ -9,6 +9,13 @@ constexpr float LOWEST = -3e38f;  // below every score, and finite
 // Of a position that does not count: its weight is 0 whatever else there is.
 DEVICE float no_score() { return __int_as_float(0xff800000); }
 
+// 0 below the normal numbers, of which exp2f takes care.
+DEVICE float power_of_2(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
 DEVICE u32 transposed_8x8(u32 matrix) {
   u32 out;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(matrix));
@@ -134,10 +141,10 @@ struct Accumulator {
       for (int lanes = 4; lanes < 32; lanes *= 2)
         top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
       top = fmaxf(top, best[column]);
-      factor[column] = exp2f(best[column] - top);
+      factor[column] = power_of_2(best[column] - top);
       best[column] = top;
-      scores[column] = exp2f(scores[column] - top);
-      scores[2 + column] = exp2f(scores[2 + column] - top);
+      scores[column] = power_of_2(scores[column] - top);
+      scores[2 + column] = power_of_2(scores[2 + column] - top);
       total[column] = total[column] * factor[column] + scores[column] * scales.unbias[0] +
                       scores[2 + column] * scales.unbias[1];
     }

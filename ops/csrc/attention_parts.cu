@@ -90,7 +90,7 @@ struct Scratch {
   DEVICE float merged(float (&values)[D / 32], int pair, int query, int num_parts, int lane) const {
     const float2 state =
         lane < num_parts ? __ldcg(states + place(pair, lane, query)) : make_float2(LOWEST, 0);
-    const float weight = exp2f(state.x - warp_max(state.x));
+    const float weight = power_of_2(state.x - warp_max(state.x));
     for (int part = 0; part < num_parts; part++) {
       const float factor = __shfl_sync(~0u, weight, part);
       const float* from = sums + place(pair, part, query) * D + lane;

@@ -14,7 +14,7 @@ constexpr int BATCHES = 2;             // of eight columns (an mma's), for which
 constexpr int ROWS = COLUMNS / GROUP;  // of a batch
 constexpr int SPAN = BATCHES * ROWS, QUERIES = BATCHES * COLUMNS;
 constexpr int ALL = SPAN;     // the row of a tile that all read
-constexpr int MOST_CTAS = 4;  // that share rows
+constexpr int MOST_CTAS = 2;  // that share rows
 static_assert(SPAN <= 32);
 using Tile = KvTile<D>;
 using Meeting = Exchange<D, QUERIES, MOST_CTAS>;
@@ -243,14 +243,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 12 / WARPS)
   if (num_steps > 0 && !is_early) items.copy(ring, 0);
   if (!IS_FUSED) take_queries(shared, input, items.memory);
   Accumulator<Tile> acc[BATCHES];
-  int position_of[BATCHES][2];  // of this lane's columns
 #pragma unroll
-  for (int batch = 0; batch < BATCHES; batch++) {
-    acc[batch].init(shared.query_of(batch, lane));
-#pragma unroll
-    for (int i = 0; i < 2; i++)
-      position_of[batch][i] = __shfl_sync(~0u, rows.position, row_of(batch, lane % 4 * 2 + i));
-  }
+  for (int batch = 0; batch < BATCHES; batch++) acc[batch].init(shared.query_of(batch, lane));
 #pragma unroll 1
   for (int step = 0; step < num_steps; step++) {
     ring.wait();
@@ -267,8 +261,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 12 / WARPS)
       int last[2];
 #pragma unroll
       for (int i = 0; i < 2; i++) {
-        const bool reads = reader == ALL || reader == row_of(batch, lane % 4 * 2 + i);
-        last[i] = reads ? position_of[batch][i] - first : -1;
+        const int row = row_of(batch, lane % 4 * 2 + i), position = __shfl_sync(~0u, rows.position, row);
+        last[i] = reader == ALL || reader == row ? position - first : -1;
       }
       acc[batch].add_keys(tile, scale_log2, last, lane);
     }

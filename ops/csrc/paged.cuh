@@ -23,7 +23,6 @@ struct Memory {
 
   DEVICE void load_keys(Tile& tile, i64 row, int last_row, int lane) const {
     tile.keys.load(rows.data + row * Tile::D, last_row, lane);
-    tile.load_scales(rows.scales + row, rows.scales + row + values_offset(), last_row, lane);
   }
   DEVICE void load_values(Tile& tile, i64 row, int last_row, int lane) const {
     tile.load_values(rows.data + (row + values_offset()) * Tile::D, last_row, lane);
@@ -137,7 +136,7 @@ struct Exchange {
     for (int slot = warp; slot * active + rank < QUERIES; slot += WARPS) {
       const float2 state = lane < ways ? storage->states[lane * stride + slot] : make_float2(LOWEST, 0);
       const float best = warp_max(state.x);
-      const float weight = exp2f(state.x - best);  // 0 where a warp had no tile
+      const float weight = power_of_2(state.x - best);  // 0 where a warp had no tile
       const float total = warp_sum(state.y * weight);
       float values[D / 32] = {};
 #pragma unroll 8

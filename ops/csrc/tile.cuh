@@ -3,8 +3,8 @@
 // Scores are computed transposed, K Q^T and V^T P^T, so that the 16 rows of an mma are positions (or
 // dimensions) and its 8 columns are queries. The order of the summed index is free as long as both
 // operands agree, so every lane loads contiguous bytes of keys and values straight into the registers
-// that the mma reads: no shared memory, no barrier, and the next tile's loads are in flight while
-// this one is computed.
+// that the mma reads: no barrier, and the next tile's loads are in flight while this one is computed. Tiles
+// in 8 bits, and those that several rows share, come through ring.cuh.
 #pragma once
 
 #include "kv_rows.cuh"
@@ -18,18 +18,6 @@ DEVICE uint4 load_memory(const void* address) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(address)
                : "memory");
-  return v;
-}
-
-DEVICE uint2 load_memory2(const void* address) {
-  uint2 v;
-  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address) : "memory");
-  return v;
-}
-
-DEVICE u32 load_memory_u16(const void* address) {
-  unsigned short v;
-  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(address) : "memory");
   return v;
 }
 
@@ -108,8 +96,6 @@ struct Bf16Tile {
     }
   }
 
-  DEVICE void load_scales(const bf16*, const bf16*, int, int) {}
-
   // Rows from `first` on come from shared memory instead, see `Keys`.
   DEVICE void patch(const Rows& new_keys, const Rows& new_values, int first, int last_row, int lane) {
     keys.patch(new_keys.data, first, last_row, lane);
@@ -181,24 +167,6 @@ struct Fp8Tile {
   static DEVICE float clamped(float x) { return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x; }
   static DEVICE int query_offset(int j, int lane) { return 64 * (j / 2) + lane % 4 * 16 + j % 2 * 8; }
   static DEVICE int dimension(int j, int lane) { return lane / 4 * (D / 8) + 8 * j; }
-
-  DEVICE void load_values(const u8* values_at, int last_row, int lane) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const u8* row = values_at + min(value_row(lane, i), last_row) * D + lane / 4 * (D / 8);
-      if constexpr (D == 128) {
-        const uint4 v = load_memory(row);
-        values[i][0] = v.x, values[i][1] = v.y, values[i][2] = v.z, values[i][3] = v.w;
-      } else {
-        const uint2 v = load_memory2(row);
-        values[i][0] = v.x, values[i][1] = v.y;
-      }
-    }
-  }
-
-  DEVICE void load_scales(const bf16* of_keys, const bf16* of_values, int last_row, int lane) {
-    scale = load_memory_u16((lane < 16 ? of_keys : of_values) + min(lane % 16, last_row));
-  }
 
   DEVICE void patch(const Rows& new_keys, const Rows& new_values, int first, int last_row, int lane) {
     keys.patch(new_keys.data, first, last_row, lane);

@@ -15,7 +15,7 @@ from tests.ops.attention_cases import bits, paged, relative_error
 
 S2_PRO = (32, 8, 128)
 EMBEDDED = (5, 1, 64)
-PLANS = [SharedPlan(1, 12), SharedPlan(1, 6), SharedPlan(2, 8), SharedPlan(2, 12), SharedPlan(4, 4)]
+PLANS = [SharedPlan(1, 8), SharedPlan(1, 6), SharedPlan(1, 4), SharedPlan(2, 8), SharedPlan(2, 4)]
 MAX_ERROR = 4e-3  # see test_attention_cuda.py
 VOICE = [646 + 3 * i for i in range(61)]  # lengths of contexts, 20 pages of which are a voice
 UNEVEN = [random.Random(i).randint(1, 900) for i in range(64)]
