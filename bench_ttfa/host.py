@@ -72,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    if args.out is not None:
+        report.make_writable(args.out)  # before anything is measured
     display = Display()
     model = f"tone:{args.step_ms},{args.host_ms},{args.chunk_frames}"
     options = ["--model", model, "--max-slots", str(max(args.streams)), *args.serve]

@@ -206,3 +206,13 @@ def test_every_kind_of_level_is_plotted(tmp_path) -> None:
     path = tmp_path / "plot.png"
     plot.plot(summary, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_directory_that_takes_no_file_is_told_before_the_hosts_cost(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(host, "sweep", None)
+    monkeypatch.setattr(host, "LocalServer", None)
+    (tmp_path / "file").write_text("")
+    assert host.main(["--out", str(tmp_path / "file" / "runs")]) == 1
+    assert "file/runs: Not a directory" in capsys.readouterr().err
