@@ -25,6 +25,7 @@ _MAX_SINGLE_BLOCK = 112
 # Sums are split where few columns leave most of the device idle for one stream.
 _LONG_SUM, _MANY_COLUMNS = 3072, 3072
 _LINEAR_TILES = 16  # of weights, what the kernel for few rows holds
+_FEW_ROWS = 8  # for which it holds little of the input
 _SLABS_BYTES = 57344  # at most, so that two CTAs fit a multiprocessor
 _LINEAR_MAX_CTAS = 200  # beyond it the other kernel is faster (measured on an H200)
 
@@ -282,23 +283,55 @@ def is_linear(rows: int, layer: Conv) -> bool:
     num_tiles = layer.num_products // 64 // layer.num_splits
     has_pieces = layer.num_taps == 1 and layer.channels % _BLOCK == 0
     num_ctas = -(-layer.num_columns // 32) * -(-rows // 64) * layer.num_splits
-    is_small = rows <= 8 or num_ctas <= _LINEAR_MAX_CTAS
+    is_small = rows <= _FEW_ROWS or num_ctas <= _LINEAR_MAX_CTAS
     if rows > 32 and layer.num_splits > 1:
         return False
     return has_pieces and num_tiles <= _LINEAR_TILES and is_small
 
 
+def takes_norm(rows: int, layer: Conv) -> bool:
+    """Whether the kernel for few rows of the layer can make the RMSNorm of its input too."""
+    return rows <= _FEW_ROWS and is_linear(rows, layer) and layer.num_splits == 1
+
+
+def linear_of_norm(
+    x: Tensor, norm: tuple[Tensor, float], layer: Conv, dtype: torch.dtype
+) -> Tensor:
+    """What the layer makes of the RMSNorm of x f32 [rows, C], rounded to `dtype`; on CUDA alone, where
+    `takes_norm`.
+
+    Args:
+        norm: its weight f32 [C] and epsilon.
+    """
+    assert takes_norm(len(x), layer) and x.dtype == torch.float32, (x.shape, x.dtype, layer)
+    halved = 2 if layer.activation == "swiglu" else 1
+    out = x.new_empty(len(x), layer.num_columns // halved, dtype=dtype)
+    ends = [layer.bias, layer.alpha, layer.inverse, None, None, out]
+    _launch_linear(x, layer, ends, (_ACTIVATIONS.index(layer.activation), 0), norm)
+    return out
+
+
 def _launch_linear(
-    x: Tensor, layer: Conv, ends: list[Tensor | None], kind: tuple[int, int]
+    x: Tensor,
+    layer: Conv,
+    ends: list[Tensor | None],
+    kind: tuple[int, int],
+    norm: tuple[Tensor, float] | None = None,
 ) -> None:
-    rows = 8 if x.shape[0] <= 8 else 64
+    rows = _FEW_ROWS if x.shape[0] <= _FEW_ROWS else 64
     num_tiles = layer.num_products // 64 // layer.num_splits
     padding = (64 - rows) * 128  # read, whatever it is
     numbers = (x.shape[0], layer.channels, layer.num_columns, *kind, layer.num_splits)
-    nvrtc.kernel("codec_linear.cu", "codec_linear", defines={"ROWS": rows}).launch(
+    weight, eps = norm or (None, 0.0)
+    nvrtc.kernel(
+        "codec_linear.cu", "codec_linear", defines={"ROWS": rows, "NORM": int(norm is not None)}
+    ).launch(
         (-(-layer.num_columns // 32), -(-x.shape[0] // rows), layer.num_splits),
         (128,),
-        [x, layer.weight, *ends, *map(ctypes.c_int32, numbers)],
+        [
+            *(x, layer.weight, *ends),
+            *(*map(ctypes.c_int32, numbers), weight, ctypes.c_float(eps)),
+        ],
         shared_bytes=1024
         + 16 * _LINEAR_TILES
         + max(num_tiles * (4096 + rows * 128) + padding, 4 * 64 * 40),

@@ -229,12 +229,10 @@ class _Transformer:
         """x f32 [B * T, dim], overwritten -> [B * T, dim]."""
         eps = self.config.norm_eps
         for i, layer in enumerate(self.layers):
-            y = ops.rms_norm(x, layer.attention_norm, eps, self.dtype)
-            qkv = _out(conv(y, layer.wqkv))
+            qkv = ops.norm_linear(x, layer.attention_norm, eps, layer.wqkv, self.dtype)
             y = ops.window_attention(qkv, ring.keys, ring.values, i, turns, positions, slots)
             x = _raw(conv(y, layer.wo, residual=x, raw=torch.float32, has_out=False))
-            y = ops.rms_norm(x, layer.ffn_norm, eps, self.dtype)
-            y = _out(conv(y, layer.gate_up))
+            y = ops.norm_linear(x, layer.ffn_norm, eps, layer.gate_up, self.dtype)
             x = _raw(conv(y, layer.down, residual=x, raw=torch.float32, has_out=False))
         return ops.rms_norm(x, self.norm, eps, self.dtype)
 

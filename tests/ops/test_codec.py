@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from ops import codec_conv as codec
 from ops import codec_unit as units
 from ops import nvrtc
+from ops.codec import norm_linear, rms_norm
 
 ARCHS = ["sm_90a", "sm_100a", "sm_120a"]
 
@@ -94,6 +95,37 @@ def test_few_rows_of_one_tap_have_a_kernel_of_their_own():
     assert not codec.is_linear(1, random_layer(96, 96, 1, 1)[1])  # not in pieces of 64 channels
 
 
+def test_only_the_linear_of_a_few_rows_makes_their_norm():
+    _, layer = random_layer(1024, 3072, 1, 1)
+    assert codec.takes_norm(8, layer) and not codec.takes_norm(9, layer)
+    _, split = random_layer(3072, 1024, 1, 1)
+    assert split.num_splits > 1 and not codec.takes_norm(1, split)
+
+
+def test_norm_linear_is_the_norm_and_then_the_linear():
+    weight, layer = random_layer(128, 96, 1, 1)
+    x, scale = torch.randn(5, 128), torch.rand(128) + 0.5
+    want = F.linear(F.rms_norm(x, (128,), scale, 1e-5), weight[:, 0], layer.bias)
+    torch.testing.assert_close(norm_linear(x, scale, 1e-5, layer, torch.float32), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [128, 192, 1024])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9])
+def test_norm_in_the_linear_changes_no_bit(channels, rows):
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def noise(*shape):
+        return torch.randn(*shape, device="cuda", generator=generator)
+
+    layer = codec.pack_conv(noise(6144, 1, channels) / 32, None, torch.float16, activation="swiglu")
+    x, scale = noise(rows, channels) * 3, noise(channels)
+    scale[0] = 1e6  # out of the range of halves
+    want = codec.conv(rms_norm(x, scale, 1e-5, torch.float16), layer).out
+    assert torch.equal(norm_linear(x, scale, 1e-5, layer, torch.float16), want)
+    assert want.isfinite().all() and want.abs().max() > 0.1
+
+
 def test_pieces_of_weights_are_swizzled_as_the_tensor_cores_read_them():
     weight = torch.arange(40 * 128.0).view(40, 128)
     pieces = codec._tiles(weight)
@@ -115,10 +147,11 @@ def test_convolution_compiles(arch, block):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("rows", [8, 64])
-def test_linear_compiles(arch, rows):
+@pytest.mark.parametrize(("rows", "has_norm"), [(8, 0), (8, 1), (64, 0)])
+def test_linear_compiles(arch, rows, has_norm):
     pytest.importorskip("cuda.bindings.nvrtc")
-    assert b"codec_linear" in nvrtc.compile_source("codec_linear.cu", arch, {"ROWS": rows})
+    defines = {"ROWS": rows, "NORM": has_norm}
+    assert b"codec_linear" in nvrtc.compile_source("codec_linear.cu", arch, defines)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
