@@ -5,7 +5,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Self, TypedDict
 from weakref import WeakSet
 
 from clients.address import key_headers, websocket_url
@@ -186,6 +186,12 @@ class Session:
         await self._stop_reopening()
         await self._link.drop()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.drop()
+
     @property
     def _is_reopening(self) -> bool:
         return self._reopening is not None and not self._reopening.done()
@@ -321,7 +327,7 @@ def connect(  # noqa: PLR0913 - what a session can be told
     `api_key` is for servers that need one. `ssl_context` is for an https server whose certificate
     this machine does not trust (or name the authority's file in SSL_CERT_FILE). `voice` None is the
     server's default voice. Leaving the block closes the socket; a session that was awaited instead,
-    `session = await connect(url)`, is closed by `close`.
+    `session = await connect(url)`, is closed by `close`, or by a block of its own.
 
     With `reconnect`, a connection that is lost is opened again in the background, with the voice
     and the prompt in force; the turns that were under way fail with ConnectionLost, which says how

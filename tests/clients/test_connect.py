@@ -162,6 +162,13 @@ async def test_a_session_can_be_awaited_and_closed() -> None:
             session.say("two")
 
 
+async def test_a_session_that_was_awaited_may_have_a_block_of_its_own() -> None:
+    async with scripted_server(talker) as server:
+        async with await connect(server.url) as session:
+            assert [packet async for packet in session.say("one")]
+        assert session.has_ended
+
+
 async def test_a_session_that_was_not_entered_says_how_it_is() -> None:
     session = connect("http://127.0.0.1:9")
     with pytest.raises(AttributeError, match="has 'say', only inside of async with connect"):
