@@ -34,7 +34,7 @@ def attended_linear(
     if not isinstance(x, PendingAttention):
         return linear(x, weight, bias=bias, residual=residual)
     is_fp8 = weight.kind == "bsfp8"
-    plan = replace(x.plan, norm=x.num_rows, is_copied=False)
+    plan = replace(x.plan, own_rows=x.num_rows, is_copied=False)
     row_tiles, k_tiles = weight.tiling
     cluster = plan.cluster(is_gate_up=False, is_fp8=is_fp8)
     defines = plan.defines(is_fp8, is_gate_up=False, in_features=weight.in_features)

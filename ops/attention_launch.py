@@ -101,7 +101,7 @@ def plan_to_pend(
 
 
 class _Parts(ctypes.Structure):
-    """`NormInput` of linear_merge.cuh."""
+    """`RowInput` of linear_merge.cuh."""
 
     _fields_ = (
         ("sums", ctypes.c_void_p),
@@ -143,7 +143,7 @@ def launch_split(
 
 
 class _Frame(ctypes.Structure):
-    """`NormInput` of linear_attend.cuh."""
+    """`RowInput` of linear_attend.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "qk_norm", "rope", "memory")),

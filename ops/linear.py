@@ -153,7 +153,7 @@ def launch(
     shape = (x.shape[0], weight.out_features, weight.in_features)
     variant = _variant(weight.kind, weight.is_gate_up, shape, weight.tiling, has_norm, plan)
     plan = variant.plan
-    if isinstance(x, PendingNorm) and not (isinstance(plan, Plan) and plan.norm):
+    if isinstance(x, PendingNorm) and not (isinstance(plan, Plan) and plan.own_rows):
         x = x.run()
     if isinstance(x, UnscaledNorm):
         assert isinstance(plan, WidePlan), plan
@@ -217,7 +217,7 @@ def _variant(
 
 
 class _Copied(ctypes.Structure):
-    """`NormInput` of linear_copy.cuh."""
+    """`RowInput` of linear_copy.cuh."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -228,7 +228,7 @@ class _Copied(ctypes.Structure):
 
 
 class _Norm(ctypes.Structure):
-    """`NormInput` of linear_norm.cuh."""
+    """`RowInput` of linear_norm.cuh."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),

@@ -27,9 +27,9 @@ class Plan:
         stages: K tiles in flight per CTA.
         split: CTAs that share a tile's K.
         blocks_per_sm: CTAs an SM must have registers for.
-        norm: rows that every CTA takes from memory itself, and normalises; 0 if they come through
-            the copy engine.
-        is_copied: those rows need no norm.
+        own_rows: rows that every CTA takes from memory itself, and makes what the product takes
+            (normalises them); 0 if they come through the copy engine.
+        is_copied: those rows come as the product takes them.
     """
 
     cols: int
@@ -37,7 +37,7 @@ class Plan:
     stages: int
     split: int
     blocks_per_sm: int = 1
-    norm: int = 0
+    own_rows: int = 0
     is_copied: bool = False
 
     kernel: ClassVar[str] = "linear"
@@ -67,10 +67,10 @@ class Plan:
             "STAGES": self.stages,
             "SPLIT": self.split,
             "BLOCKS_PER_SM": self.blocks_per_sm,
-            "NORM": self.norm,
+            "OWN_ROWS": self.own_rows,
             "IS_COPIED": int(self.is_copied),
-            "IN_FEATURES": in_features if self.norm else 0,
-            "ITEMS": self._items(is_fp8, in_features) if self.norm else 1,
+            "IN_FEATURES": in_features if self.own_rows else 0,
+            "ITEMS": self._items(is_fp8, in_features) if self.own_rows else 1,
         }
 
     def _items(self, is_fp8: bool, in_features: int) -> int:
@@ -106,10 +106,10 @@ class Plan:
             exchange = 4 * ROWS_PER_TILE * self.warpgroups * self.cols
         return (
             self.stages * (self.warpgroups * _TILE_BYTES + 16)
-            + (most_blocks if self.norm else self.stages) * self.cols * row_bytes
+            + (most_blocks if self.own_rows else self.stages) * self.cols * row_bytes
             + (exchange if exchange <= _MAX_OWN_EXCHANGE else 0)
             + is_fp8 * most_blocks * self.warpgroups * 8
-            + self.norm * self.warpgroups * items * 16
+            + self.own_rows * self.warpgroups * items * 16
             + 8  # the barrier of the exchange
         )
 
@@ -298,7 +298,7 @@ def plan_for(
     if not has_norm and not is_copied:
         return plan
     stages = min(plan.stages, _MAX_NORM_STAGES) if is_gate_up else plan.stages
-    return replace(plan, stages=stages, norm=num_rows, is_copied=is_copied)
+    return replace(plan, stages=stages, own_rows=num_rows, is_copied=is_copied)
 
 
 def _few_rows_plan(

@@ -12,7 +12,7 @@
 //
 // Defines: IS_FP8 (e4m3 with a scale per 1x128 of x and 128x128 of the weight, else bf16), COLS,
 // WARPGROUPS, STAGES, SPLIT, GATE_UP (rows are 8 of gate, 8 of up, ...; SwiGLU; fp8 is quantised
-// again, for which the CTAs of 128 features form a cluster), NORM (not 0: each CTA takes these many rows
+// again, for which the CTAs of 128 features form a cluster), OWN_ROWS (not 0: each CTA takes these many rows
 // of x from memory itself, ITEMS times per thread; they are normed here, IN_FEATURES of them, or, if
 // IS_COPIED, come so; MERGE, ATTEND: attention is still to be merged or made, see linear_merge.cuh and
 // linear_attend.cuh), BLOCKS_PER_SM (CTAs an SM must have registers for).
@@ -31,7 +31,7 @@
 namespace {
 
 struct Shared {
-  u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole with NORM
+  u32 ring, operand, scales, full, empty;  // operand, scales: per stage, or whole with OWN_ROWS
   u32 met;  // barrier of what the cluster sends here
 };
 
@@ -61,7 +61,7 @@ DEVICE void load_weights(const Shared& shared, const Problem& p, int block, int 
 
 DEVICE void load_activations(const Shared& shared, const Problem& p, const TensorMap& map, int block,
                              int stage) {
-  if (NORM) return;
+  if (OWN_ROWS) return;
   const u32 barrier = shared.full + stage * 8;
   const u32 scale_bytes = IS_FP8 ? min(p.scale_stride - p.first_row, COLS) * 4 : 0;
   barrier_expect(barrier, kActBytes + scale_bytes);
@@ -82,7 +82,7 @@ struct Producer {
 
   DEVICE void start() {
     for (int stage = 0; stage < STAGES; ++stage) {
-      barrier_init(shared.full + stage * 8, NORM ? 1 : 2);  // weights, activations
+      barrier_init(shared.full + stage * 8, OWN_ROWS ? 1 : 2);  // weights, activations
       barrier_init(shared.empty + stage * 8, kConsumers / 32);
     }
     if (kExchangeBytes > 0) barrier_init(shared.met, 1);
@@ -97,11 +97,11 @@ struct Producer {
 #pragma unroll
       for (int group = 0; group < WARPGROUPS; ++group)
         bulk_prefetch(tile_address(p, group, p.begin + i), kTileBytes);
-    if (!NORM) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+    if (!OWN_ROWS) asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
   }
 
   DEVICE void fill() {
-    if (NORM) return;
+    if (OWN_ROWS) return;
     wait_for_previous_kernels();
     for (int i = 0; i < next; ++i) load_activations(shared, p, map, p.begin + i, i);
   }
@@ -156,7 +156,7 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       barrier_wait(shared.full + stage.index * 8, stage.parity);
       const u32 weights = shared.ring + stage.index * kStageBytes + group * kTileBytes;
       const u32 operand =
-          shared.operand + (NORM ? (first + i) * kActBytes : stage.index * kStageBytes);
+          shared.operand + (OWN_ROWS ? (first + i) * kActBytes : stage.index * kStageBytes);
       if constexpr (IS_FP8)
         multiply<COLS>(parts[i], weights, operand, false);
       else
@@ -171,8 +171,8 @@ DEVICE void consume(float (&acc)[COLS / 2], const Shared& shared, const float2* 
       u32 bits = 0;
       if constexpr (IS_FP8)
         bits = add_scaled(acc, parts[i], tile_scales[(first + i) * WARPGROUPS + group],
-                          act_scales + (NORM ? first + i : done.index) * (COLS / 2), lane);
-      release(shared.empty + done.index * 8, NORM ? 0 : bits, lane);
+                          act_scales + (OWN_ROWS ? first + i : done.index) * (COLS / 2), lane);
+      release(shared.empty + done.index * 8, OWN_ROWS ? 0 : bits, lane);
       done.advance();
     }
   }
@@ -213,13 +213,13 @@ DEVICE void finish(const float (&acc)[COLS / 2], const bf16 (&residuals)[kPairs]
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     linear(const __grid_constant__ TensorMap map, const u8* tiles, const float2* tile_scales,
-           const float* act_scales, Output output, int num_blocks, NormInput norm) {
+           const float* act_scales, Output output, int num_blocks, RowInput norm) {
   extern __shared__ __align__(1024) u8 ring[];
   const int most_blocks = (num_blocks + SPLIT - 1) / SPLIT;
-  u8* operand = NORM ? ring + STAGES * kStageBytes : ring + kWeightBytes;
+  u8* operand = OWN_ROWS ? ring + STAGES * kStageBytes : ring + kWeightBytes;
   float* scales =
-      reinterpret_cast<float*>(ring + STAGES * kStageBytes + (NORM ? most_blocks * kActBytes : 0));
-  float* own_exchange = scales + (IS_FP8 ? (NORM ? most_blocks : STAGES) * COLS : 0);
+      reinterpret_cast<float*>(ring + STAGES * kStageBytes + (OWN_ROWS ? most_blocks * kActBytes : 0));
+  float* own_exchange = scales + (IS_FP8 ? (OWN_ROWS ? most_blocks : STAGES) * COLS : 0);
   float* exchange = kExchangesInRing ? reinterpret_cast<float*>(ring + kExchangeOffset) : own_exchange;
   u64* barriers = reinterpret_cast<u64*>(own_exchange + (kExchangesInRing ? 0 : kExchangeBytes / 4));
   float2* block_scales = reinterpret_cast<float2*>(barriers + 2 * STAGES + 1);  // [blocks][WARPGROUPS]
@@ -254,9 +254,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
       copy8(shared_address(block_scales + i),
             tile_scales + static_cast<i64>(tile * WARPGROUPS + i % WARPGROUPS) * num_blocks + begin +
                 i / WARPGROUPS);
-#if NORM
+#if OWN_ROWS
   float* sums = reinterpret_cast<float*>(block_scales + (IS_FP8 ? most_blocks * WARPGROUPS : 0));
-  normalize_rows(operand, scales, sums, norm, begin, end, thread);
+  make_rows(operand, scales, sums, norm, begin, end, thread);
 #endif
   wait_for_previous_kernels();
   bf16 residuals[kPairs][2] = {};

@@ -10,7 +10,7 @@
 
 namespace {
 
-struct NormInput {
+struct RowInput {
   const bf16* qkv;      // [num_rows, H + 2 H_kv, D]
   const bf16* qk_norm;  // [H + H_kv, D] or null
   const float2* rope;   // [n, D / 2]
@@ -20,9 +20,9 @@ struct NormInput {
 };
 
 constexpr int D = 128, kLanes = HeadLanes<D>::COUNT, kHeads = GROUP + 2;  // of a row and key/value head
-constexpr int kTasks = NORM * KV_HEADS;  // (row, key/value head)
+constexpr int kTasks = OWN_ROWS * KV_HEADS;  // (row, key/value head)
 constexpr int kRounds = (kTasks * kHeads * kLanes + kConsumers - 1) / kConsumers;
-static_assert(kTasks * 32 <= kConsumers && NORM % POSITIONS == 0 && GROUP <= COLUMNS);
+static_assert(kTasks * 32 <= kConsumers && OWN_ROWS % POSITIONS == 0 && GROUP <= COLUMNS);
 using FrameTile = Bf16Tile<D>;
 
 struct Heads {
@@ -70,7 +70,7 @@ DEVICE void store_operand(Accumulator<FrameTile>& acc, u8* operand, float* scale
 
 // See linear_norm.cuh. Blocks [begin, end) are those of KV_HEADS * GROUP heads. `scratch` has room for `Heads`
 // and what aligns it to 16 bytes. The first tile's CTAs write the new positions.
-DEVICE void normalize_rows(u8* operand, float* scales, float* scratch, const NormInput& in, int begin, int,
+DEVICE void make_rows(u8* operand, float* scales, float* scratch, const RowInput& in, int begin, int,
                            int thread) {
   Heads& heads = *reinterpret_cast<Heads*>((reinterpret_cast<u64>(scratch) + 15) / 16 * 16);
   const int warp = thread / 32, lane = thread % 32;

@@ -31,9 +31,9 @@ struct StageOf {
 };
 using Stage = StageOf<STAGES>;
 
-// The barrier, once what was `loaded` from shared memory is there. An arrival does not wait for loads that are
-// on their way, and a co-resident CTA's can hold them up until the copy engine has written the next scales.
-// So its address is computed from their bits, as far as the compiler knows: grids have one layer.
+// The barrier, once what was `loaded` from shared memory is there. An arrival does not wait for loads that
+// are on their way, and a co-resident CTA's can hold them up until the copy engine has written the next
+// scales. So its address is computed from their bits, as far as the compiler knows: grids have one layer.
 DEVICE u32 after_loads(u32 barrier, u32 loaded) { return barrier + (loaded & (gridDim.z - 1)); }
 
 // What is written before stays before, and what reads `d` after, after.

@@ -6,21 +6,21 @@
 
 namespace {
 
-struct NormInput {
+struct RowInput {
   const u8* x;          // [num_rows, row_bytes]
   const float* scales;  // [K / 128, scale_stride] or null
   int row_bytes, scale_stride;
 };
 
 // See linear_norm.cuh.
-DEVICE void normalize_rows(u8* operand, float* scales, float*, const NormInput& in, int begin, int end,
+DEVICE void make_rows(u8* operand, float* scales, float*, const RowInput& in, int begin, int end,
                            int thread) {
   const int chunks = (end - begin) * 8;  // of 16 bytes
-  uint4 values[NORM][ITEMS] = {};
-  float scale[NORM] = {};
+  uint4 values[OWN_ROWS][ITEMS] = {};
+  float scale[OWN_ROWS] = {};
   wait_for_previous_kernels();
 #pragma unroll
-  for (int row = 0; row < NORM; ++row) {
+  for (int row = 0; row < OWN_ROWS; ++row) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const int chunk = item * kConsumers + thread, byte = begin * 128 + chunk * 16;
@@ -31,7 +31,7 @@ DEVICE void normalize_rows(u8* operand, float* scales, float*, const NormInput& 
     if (IS_FP8 && thread < end - begin) scale[row] = in.scales[(begin + thread) * in.scale_stride + row];
   }
 #pragma unroll
-  for (int row = 0; row < NORM; ++row) {
+  for (int row = 0; row < OWN_ROWS; ++row) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
       const int chunk = item * kConsumers + thread;

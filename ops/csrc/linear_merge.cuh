@@ -8,7 +8,7 @@
 
 namespace {
 
-struct NormInput {
+struct RowInput {
   const float* sums;     // [num_rows, H, SPLITS, 128], weighted
   const float2* states;  // [num_rows, H, SPLITS]: largest score (of powers of two), sum of weights
   int num_heads;
@@ -18,11 +18,11 @@ constexpr int kLanes = 16, kPasses = HEADS * kLanes / kConsumers;
 static_assert(HEADS * kLanes % kConsumers == 0 && SPLITS % 2 == 0);
 
 // See linear_norm.cuh. Blocks from `begin` on are those of HEADS heads.
-DEVICE void normalize_rows(u8* operand, float* scales, float*, const NormInput& in, int begin, int, int thread) {
+DEVICE void make_rows(u8* operand, float* scales, float*, const RowInput& in, int begin, int, int thread) {
   const int first_head = begin / (IS_FP8 ? 1 : 2), offset = thread % kLanes * 8;
   wait_for_previous_kernels();
 #pragma unroll
-  for (int row = 0; row < NORM; ++row)
+  for (int row = 0; row < OWN_ROWS; ++row)
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int head = (pass * kConsumers + thread) / kLanes;

@@ -1,5 +1,5 @@
 // The right operand of linear.cu from rows that are not normalised yet: every CTA does RMSNorm (and
-// the quantising) of up to NORM rows itself, which saves a launch when rows are few.
+// the quantising) of up to OWN_ROWS rows itself, which saves a launch when rows are few.
 #pragma once
 
 #include "linear_shape.cuh"
@@ -7,14 +7,14 @@
 
 namespace {
 
-struct NormInput {
+struct RowInput {
   const bf16* x;       // [num_rows, num_columns]
   const bf16* weight;  // [num_columns]
   float eps;
   int num_rows, num_columns;
 };
 
-#if NORM
+#if OWN_ROWS
 
 struct alignas(8) Bf16x4 {
   __nv_bfloat162 pairs[2];
@@ -47,8 +47,8 @@ constexpr int kWarps = kConsumers / 32;
 constexpr int kSumBits = ITEMS <= 4 ? 2 : ITEMS <= 8 ? 3 : ITEMS <= 16 ? 4 : 5;
 constexpr int kSums = 1 << kSumBits;
 
-// Every `sums[i]` added up over the lanes, in the order of `sum_of_squares`: each step halves what a lane holds.
-// Returns that of `summed_by(lane)`.
+// Every `sums[i]` added up over the lanes, in the order of `sum_of_squares`: each step halves what a lane
+// holds. Returns that of i = `summed_by(lane)`.
 DEVICE float warp_sums(float (&sums)[kSums], int lane) {
 #pragma unroll
   for (int lanes = 1, left = kSums; lanes < 32; lanes *= 2) {
@@ -73,8 +73,8 @@ DEVICE int summed_by(int lane) { return __brev(lane) >> (32 - kSumBits); }
 // and their scales [block][COLS]. All consumers call this, and meet before they read what it wrote. A
 // warp takes 128 values at a time, four per lane, ITEMS times; no time waits for another, and each
 // time's divisions are done by a lane of its own. Norms are those of `rms_norm` in quantize.cu, bit for bit.
-//   sums: [NORM][ITEMS * kWarps].
-DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const NormInput& in, int begin,
+//   sums: [OWN_ROWS][ITEMS * kWarps].
+DEVICE void make_rows(u8* operand, float* scales, float* sums, const RowInput& in, int begin,
                            int end, int thread) {
   constexpr int kPerBlock = IS_FP8 ? 128 : 64, kGroups = ITEMS * kWarps;
   static_assert(ITEMS <= 32);
@@ -86,20 +86,20 @@ DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const NormIn
     u8* target = operand + (block - begin) * kActBytes + row * 128 + (byte / 16 ^ row) * 16 + byte % 16;
     if (block >= begin && block < end) *reinterpret_cast<decltype(values)*>(target) = values;
   };
-  Bf16x4 weights[ITEMS] = {}, inputs[NORM][ITEMS] = {};
+  Bf16x4 weights[ITEMS] = {}, inputs[OWN_ROWS][ITEMS] = {};
 #pragma unroll
   for (int item = 0; item < ITEMS; ++item)
     if (is_inside(item)) weights[item] = *reinterpret_cast<const Bf16x4*>(in.weight + column_of(item));
   wait_for_previous_kernels();
 #pragma unroll
-  for (int row = 0; row < NORM; ++row)
+  for (int row = 0; row < OWN_ROWS; ++row)
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item)
       if (is_inside(item))
         inputs[row][item] = *reinterpret_cast<const Bf16x4*>(in.x + row * IN_FEATURES + column_of(item));
-  float own[NORM];  // 448 / the largest of the item that is this lane's
+  float own[OWN_ROWS];  // 448 / the largest of the item that is this lane's
 #pragma unroll
-  for (int row = 0; row < NORM; ++row) {
+  for (int row = 0; row < OWN_ROWS; ++row) {
     float squares[kSums] = {};
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) squares[item] = sum_of_squares(unpacked(inputs[row][item]));
@@ -123,7 +123,7 @@ DEVICE void normalize_rows(u8* operand, float* scales, float* sums, const NormIn
   }
   consumers_sync();
 #pragma unroll
-  for (int row = 0; row < NORM; ++row) {
+  for (int row = 0; row < OWN_ROWS; ++row) {
     const float part = sum_of_every_fourth(sums + row * kGroups, kGroups, 1, lane);
     const float factor = inverse_rms(part, IN_FEATURES, in.eps);
     if constexpr (IS_FP8) {

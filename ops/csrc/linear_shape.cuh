@@ -10,7 +10,7 @@ constexpr int kConsumers = 128 * WARPGROUPS;
 constexpr int kThreads = kConsumers + 32;
 constexpr int kWeightBytes = kTileBytes * WARPGROUPS;
 constexpr int kActBytes = COLS * 128;
-constexpr int kStageBytes = kWeightBytes + (NORM ? 0 : kActBytes);
+constexpr int kStageBytes = kWeightBytes + (OWN_ROWS ? 0 : kActBytes);
 constexpr int kFeatures = 32 * WARPGROUPS;  // of SwiGLU, per CTA
 constexpr int kCluster = kQuantises ? 128 / kFeatures : SPLIT;
 constexpr int kExchangeBytes = 4 * (kQuantises ? 17 * COLS : SPLIT > 1 ? kRows * COLS : 0);
@@ -30,13 +30,13 @@ static_assert(!kExchangesInRing ||
 constexpr int kBatch = STAGES < 4 ? 1 : 2;
 
 // K tiles of weights under way at once, and tiles behind the ring that are asked into the L2 at the start.
-// Where a CTA makes its rows of x itself (NORM), it waits for what they are made of, and that comes late
+// Where a CTA makes its rows of x itself (OWN_ROWS), it waits for what they are made of, and that comes late
 // where more is under way: a layer of one row in 8 bits 32.6 us, with none behind the ring 34.0, with 3 33.3,
 // with all of the ring under way 33.8; in bf16 59.7, with all of it 58.6 (H200).
-constexpr int kWindow = NORM && IS_FP8 && STAGES > 3 ? 3 : STAGES;
-constexpr int kAhead = NORM ? 1 : 0;
+constexpr int kWindow = OWN_ROWS && IS_FP8 && STAGES > 3 ? 3 : STAGES;
+constexpr int kAhead = OWN_ROWS ? 1 : 0;
 
-static_assert(NORM <= COLS && COLS % 8 == 0, "rows to normalise");
+static_assert(OWN_ROWS <= COLS && COLS % 8 == 0, "rows to normalise");
 
 // The CTAs of a cluster tell each other that their barriers are there, before all else.
 constexpr bool kArrivesEarly = kCluster > 1 && !kExchangesInRing;

@@ -101,7 +101,9 @@ DEVICE int groups_of(int rank, int num_rows) {
 }
 
 // Where the sums of such a group lie, bytes: in a CTA that makes them, and in the one that finishes them.
-DEVICE int source_of(int group, const Place& at) { return (group * kUnits + at.col_group * (WIDTH / 8)) * 256; }
+DEVICE int source_of(int group, const Place& at) {
+  return (group * kUnits + at.col_group * (WIDTH / 8)) * 256;
+}
 DEVICE int target_of(int group, int rank, const Place& at) {
   const int part = rank % SPLIT * kRowGroups + group % kRowGroups;
   return ((part * kTiles + rank / SPLIT) * kUnits + at.col_group * (WIDTH / 8)) * 256;

@@ -109,14 +109,18 @@ def test_every_plan_fits_an_sm():
         assert plan.split <= min(blocks, 8) and cluster <= 8
         assert plan.num_ctas(tiles, cluster) % cluster == 0, (plan, n)
         if isinstance(plan, Plan):
-            assert plan.norm == 0 or num_rows <= plan.norm <= plan.cols, (plan, num_rows)
+            assert plan.own_rows == 0 or num_rows <= plan.own_rows <= plan.cols, (plan, num_rows)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("bf16", 2), ("bsfp8", 4)])
 @pytest.mark.parametrize(("n", "k"), S2_PRO)
 def test_a_few_rows_are_taken_without_the_copy_engine(n, k, kind, most):
     plans = [plan_for(kind, num_rows, n, k) for num_rows in (1, most, most + 1)]
-    assert [(plan.norm, plan.is_copied) for plan in plans] == [(1, True), (most, True), (0, False)]
+    assert [(plan.own_rows, plan.is_copied) for plan in plans] == [
+        (1, True),
+        (most, True),
+        (0, False),
+    ]
     assert not plan_for(kind, 1, n, k, has_norm=True).is_copied
 
 
@@ -144,7 +148,7 @@ def test_variants_of_every_kind_and_width_compile():
     by_width = {
         (
             *(name, v["IS_FP8"], v["GATE_UP"], v.get("COLS", v.get("WIDTH"))),
-            *(v.get("NORM", 0) > 0, v.get("IS_COPIED")),
+            *(v.get("OWN_ROWS", 0) > 0, v.get("IS_COPIED")),
         ): v
         for name, v in variants()
     }
@@ -245,7 +249,7 @@ def test_rows_through_the_copy_engine_give_the_same_bits(n, k, kind):
             assert plan.is_copied or (up and k > 2560), plan
             outputs = [
                 poisoned_launch(x, matrix, num_features, plan=one)
-                for one in (plan, replace(plan, norm=0, is_copied=False))
+                for one in (plan, replace(plan, own_rows=0, is_copied=False))
             ]
             if up and kind == "bsfp8":
                 assert torch.equal(*(out.scale for out in outputs))
