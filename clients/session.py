@@ -341,9 +341,10 @@ def connect(  # noqa: PLR0913 - what a session can be told
                 player.feed(packet)
 
     Raises:
-        ConnectionFailed: nobody answers, or the upgrade was refused: `status`, `retry_after_s`.
+        ConnectionFailed: `url` is no address, `api_key` cannot be sent, nobody answers, or the upgrade
+            was refused: `status`, `retry_after_s`.
         VoiceError: no such voice.
-        SessionError: `invalid_option`.
+        SessionError: `invalid_option`, before anything is opened; `opened_already`.
         PlosiveError: the server refused the session otherwise.
     """
     address, headers = websocket_url(url), key_headers(api_key)
