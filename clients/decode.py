@@ -61,7 +61,7 @@ class Decoder:
             try:
                 frames = self._opus.decode(av.Packet(packet.payload))
             except av.FFmpegError as error:
-                raise _invalid(packet, f"is not Opus: {error}") from error
+                raise _invalid(packet, f"is not Opus: {error.strerror}") from error
             pcm = np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames])
         return pcm.astype(np.float32) / np.float32(32768)
 

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 
 import av
+import numpy as np
 
 from clients.decode import Samples, to_int16
 
@@ -41,15 +42,20 @@ def save(path: Path | str, samples: Samples, sample_rate_hz: int) -> None:
         save("hello.wav", samples, sample_rate_hz)
 
     Raises:
-        ValueError: unknown suffix, or a rate that no audio has.
+        ValueError: unknown suffix, or samples or a rate that no audio has.
         OSError: the file cannot be written.
     """
     path = Path(path)
     check_suffix(path)
-    if not _MIN_HZ <= sample_rate_hz <= _MAX_HZ:
-        raise ValueError(
-            f"sample_rate_hz: got {sample_rate_hz}, expected {_MIN_HZ:,} to {_MAX_HZ:,}"
-        )
+    samples = np.asarray(samples)
+    is_audio = samples.dtype.kind == "f" and samples.ndim == 1 and len(samples) > 0
+    if not is_audio or not np.isfinite(samples).all():
+        got = f"{samples.dtype} {list(samples.shape)}"
+        raise ValueError(f"samples: got {got}, expected finite f32 [num_samples], one or more")
+    is_whole = isinstance(sample_rate_hz, int | np.integer)
+    if not is_whole or not _MIN_HZ <= sample_rate_hz <= _MAX_HZ:
+        expected = f"{_MIN_HZ:,} to {_MAX_HZ:,}, a whole number"
+        raise ValueError(f"sample_rate_hz: got {sample_rate_hz!r}, expected {expected}")
     container_format, encoder, valid_hz = _FORMATS[path.suffix.lower()]
     file_hz = sample_rate_hz if valid_hz is None or sample_rate_hz in valid_hz else _RESAMPLED_HZ
     buffer = io.BytesIO()

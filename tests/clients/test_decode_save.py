@@ -137,6 +137,32 @@ def test_a_rate_that_no_audio_has_is_refused(tmp_path, suffix, rate_hz) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("samples", "got"),
+    [
+        (np.zeros(0, np.float32), r"float32 \[0\]"),
+        (np.zeros((2, 960), np.float32), r"float32 \[2, 960\]"),
+        (np.zeros(960, np.int16), r"int16 \[960\]"),
+        (np.full(960, np.nan, np.float32), r"float32 \[960\]"),
+        (None, r"object \[\]"),
+    ],
+)
+def test_samples_that_are_no_audio_are_refused(tmp_path, samples, got) -> None:
+    with pytest.raises(ValueError, match=f"samples: got {got}, expected finite f32"):
+        save(tmp_path / "a.ogg", samples, 24_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rate_that_is_no_whole_number_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="got 24000.0, expected 1,000 to 384,000, a whole number"):
+        save(tmp_path / "a.wav", np.zeros(960, np.float32), 24_000.0)
+
+
+def test_what_is_no_opus_is_said_without_a_number() -> None:
+    with pytest.raises(ProtocolError, match="is not Opus: Invalid data found when"):
+        Decoder(OPUS).decode(packet(1, 0, b"\xff", OPUS))
+
+
 def test_unknown_suffix_names_the_valid_ones(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"\.wav, \.ogg, \.opus, \.mp3"):
         save(tmp_path / "out.flac", np.zeros(10, np.float32), 24_000)
