@@ -1,6 +1,6 @@
 // The list of voices, a new one from a file or the microphone, and the end of one.
 
-import { request } from "/page/api.js";
+import { request, sentence } from "/page/api.js";
 
 const MAX_CLIP_S = 30;
 
@@ -123,11 +123,12 @@ export class VoiceForm {
     form.append("file", clip, "clip");
     this.say("The clip is being read.");
     try {
-      await request("/v1/voices", { method: "POST", body: form });
+      const { warnings } = await request("/v1/voices", { method: "POST", body: form });
       await this.onAdded(name);
       this.ui.addVoice.reset();
       this.forgetRecording();
-      this.say(`The voice “${name}” has been added and is chosen.`);
+      const added = `The voice “${name}” has been added and is chosen.`;
+      this.say([added, ...warnings.map(sentence)].join(" "));
     } catch (error) {
       this.say(error.message);
     }

@@ -53,6 +53,7 @@ async def test_an_uploaded_voice_is_listed_and_spoken_with(devtools: str, tmp_pa
         await page.choose_file("#clip", clip)
         await page.evaluate("addVoice.requestSubmit()")
         await wait(page, "textOf('voiceState').includes('has been added')")
+        assert "is chosen. The clip holds 1.0 s of speech" in await text_of(page, "voiceState")
         assert await page.evaluate("voice.value") == "anna"
         await wait(page, "textOf('connection').startsWith('Ready: voice anna')")
         assert opened_voices(served.engine) == ["tone", "anna"]
