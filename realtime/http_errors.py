@@ -70,6 +70,8 @@ class HttpErrors:
             if error.status_code == 404:
                 asked = f"{request.method} {request.url.path[:200]}"
                 message = f"there is no {asked}; sessions are a WebSocket at {PATH}"
+            elif allowed := (error.headers or {}).get("Allow"):
+                message = f"{request.method} is not possible there; {allowed} is"
             refusal = PlosiveError(code, message)
             return self.respond(
                 request.url.path, refusal, status=error.status_code, headers=error.headers
