@@ -60,7 +60,6 @@ def load_dual_ar(
     device: torch.device | str,
     dtype: torch.dtype,
     *,
-    end_id: int | None = None,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> DualAR:
     """Load a checkpoint directory.
@@ -69,7 +68,6 @@ def load_dual_ar(
         path: directory with config.json, weights as `read_state` finds them, and perhaps
             tokenizer.json, which supplies token ids that config.json leaves out.
         dtype: of weights and activations, whatever the file stores.
-        end_id: id of the end-of-speech token, where neither file says it.
         on_bytes: told how many bytes were read since the last call.
 
     Raises:
@@ -79,7 +77,7 @@ def load_dual_ar(
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: not a directory; expected a checkpoint directory")
-    config = complete_config(DualARConfig.from_file(path / "config.json"), path, end_id)
+    config = complete_config(DualARConfig.from_file(path / "config.json"), path)
     quantization = quantization_of(path)
     state = read_state(path, quantization)
     is_quantised = quantization is not None and quantization.format == "bsgemm"
@@ -139,10 +137,9 @@ def quantization_of(path: Path) -> Quantization | None:
         raise ConfigError(f"{file}: {error}") from error
 
 
-def complete_config(config: DualARConfig, path: Path, end_id: int | None = None) -> DualARConfig:
+def complete_config(config: DualARConfig, path: Path) -> DualARConfig:
     """Fill in token ids that config.json leaves out from the tokenizer's vocabulary."""
-    begin, end = config.semantic_begin_id, config.semantic_end_id
-    end_id = config.end_id if end_id is None else end_id
+    begin, end, end_id = config.semantic_begin_id, config.semantic_end_id, config.end_id
     if None in (begin, end, end_id) and (path / "tokenizer.json").is_file():
         vocab = _added_tokens(path / "tokenizer.json")
         last = f"<|semantic:{config.codebook_size - 1}|>"

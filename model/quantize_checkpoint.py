@@ -98,8 +98,7 @@ def plan_quantization(path: Path, format: Format) -> QuantizePlan:
         raise CheckpointError(
             f"{path}: is quantised already ({existing.format}); quantise the original"
         )
-    config = DualARConfig.from_file(path / "config.json")
-    config = complete_config(config, path, config.end_id or 0)  # no shape depends on it
+    config = complete_config(DualARConfig.from_file(path / "config.json"), path)
     state = read_state(path)
     model = new_model(path, config, state, torch.device("meta"), torch.bfloat16)
     fit(path, state, list(placements(model, state)))

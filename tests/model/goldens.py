@@ -1,6 +1,7 @@
 """The golden checkpoints: tiny random weights and what the reference implementation makes of them.
 
-`tests/golden/dual_ar_*` hold config.json, model.safetensors and expected.safetensors (fp32):
+`tests/golden/dual_ar_*` hold config.json, a tokenizer.json that knows the end of speech alone,
+model.safetensors and expected.safetensors (fp32):
 prompt i32 [1+K, T]; prefill_logits, prefill_hidden of the last positions; greedy_frames i32
 [12, 1+K]; slow_logits [12, V] and fast_logits [12, K-1, 64] at each step, unrestricted.
 """
@@ -18,7 +19,7 @@ from model.loader import load_dual_ar
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ("dual_ar_qwen3", "dual_ar_long", "dual_ar_projected")
-END_ID = 270  # the golden configs do not say it
+END_ID = 270  # of the end of speech
 TOLERANCE = 1e-4  # absolute, on logits and hidden states in fp32
 
 
@@ -34,7 +35,7 @@ class Golden(NamedTuple):
 
 @functools.cache
 def golden(name: str) -> Golden:
-    model = load_dual_ar(GOLDEN / name, "cpu", torch.float32, end_id=END_ID)
+    model = load_dual_ar(GOLDEN / name, "cpu", torch.float32)
     return Golden(name, model, load_file(GOLDEN / name / "expected.safetensors"))
 
 

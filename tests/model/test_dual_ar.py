@@ -11,7 +11,7 @@ from model.kv_cache import KVCache
 from model.loader import load_dual_ar
 from model.sampling import SamplingParams
 from ops.sampling import FrameSampler
-from tests.model.goldens import END_ID, GOLDEN, NAMES, TOLERANCE, Golden, golden, max_error
+from tests.model.goldens import GOLDEN, NAMES, TOLERANCE, Golden, golden, max_error
 from tests.model.small_model import (
     decode,
     embedded_like_config,
@@ -108,7 +108,7 @@ def test_cached_decode(checkpoint, chunk, monkeypatch):
 
 
 def test_bf16_runs_and_stays_close(checkpoint):
-    half = load_dual_ar(GOLDEN / checkpoint.name, "cpu", torch.bfloat16, end_id=END_ID)
+    half = load_dual_ar(GOLDEN / checkpoint.name, "cpu", torch.bfloat16)
     logits, _ = half(checkpoint.prompt)
     full, _ = checkpoint.model(checkpoint.prompt)
     assert torch.nn.functional.cosine_similarity(logits, full).min() > 0.999

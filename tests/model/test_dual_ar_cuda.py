@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from model.loader import load_dual_ar
 from model.sampling import SamplingParams
-from tests.model.goldens import END_ID, GOLDEN, NAMES, TOLERANCE, max_error
+from tests.model.goldens import GOLDEN, NAMES, TOLERANCE, max_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ class Stream:
     def __init__(self, name: str) -> None:
         file = GOLDEN / name / "expected.safetensors"
         self.expected = {key: tensor.cuda() for key, tensor in load_file(file).items()}
-        self.model = load_dual_ar(GOLDEN / name, "cuda", torch.float32, end_id=END_ID)
+        self.model = load_dual_ar(GOLDEN / name, "cuda", torch.float32)
         self.cache = self.model.new_cache(3, self.model.config.slow.max_len)
         self.state = self.model.new_frame_state(3)
         self.slots = torch.tensor([1], device="cuda")

@@ -16,7 +16,7 @@ from model.wide_rows import MOST_NARROW_ROWS
 from ops import nvrtc
 from ops.quantize import quantize_weight
 from ops.reference_fp8 import dequantize_weight
-from tests.model.goldens import END_ID, GOLDEN, NAMES, golden
+from tests.model.goldens import GOLDEN, NAMES, golden
 from tests.model.small_model import (
     decode,
     embedded_like_config,
@@ -36,7 +36,7 @@ E4M3_ERROR = 0.1
 
 
 def fused_golden(name: str) -> DualAR:
-    model = load_dual_ar(GOLDEN / name, "cpu", torch.float32, end_id=END_ID)
+    model = load_dual_ar(GOLDEN / name, "cpu", torch.float32)
     model.use_kernels("bf16")
     return model
 

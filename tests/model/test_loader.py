@@ -31,7 +31,7 @@ def checkpoint(tmp_path) -> Path:
 
 
 def load(path: Path):
-    return load_dual_ar(path, "cpu", torch.float32, end_id=END_ID)
+    return load_dual_ar(path, "cpu", torch.float32)
 
 
 def logits_of(path: Path) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_other_single_file_name(checkpoint):
 
 
 def test_dtype_and_eval_mode():
-    model = load_dual_ar(GOLDEN / NAME, "cpu", torch.bfloat16, end_id=END_ID)
+    model = load_dual_ar(GOLDEN / NAME, "cpu", torch.bfloat16)
     assert model.dtype == torch.bfloat16 and not model.training
     assert not any(weights.requires_grad for weights in model.parameters())
 
@@ -197,7 +197,9 @@ def test_missing_directory(tmp_path):
 
 def test_no_weights(checkpoint):
     (checkpoint / "model.safetensors").rename(checkpoint / "model.pth")
-    with pytest.raises(CheckpointError, match=r"found config.json, .*model.pth; expected .*index"):
+    with pytest.raises(
+        CheckpointError, match=r"found config.json, .*model.pth, .*; expected .*index"
+    ):
         load(checkpoint)
 
 
@@ -260,6 +262,7 @@ def test_git_lfs_pointer(checkpoint):
 
 
 def test_unknown_token_ids(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"token ids unknown \(semantic 200 to 263, end None\)"):
         load_dual_ar(checkpoint, "cpu", torch.float32)
     (checkpoint / "tokenizer.json").write_text("[]")

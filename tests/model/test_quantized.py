@@ -22,7 +22,7 @@ from model.random_checkpoint import plan_checkpoint, write_checkpoint
 from model.random_model import RandomModel
 from model.speech_model import load_speech_model
 from ops.reference_fp8 import dequantize_mxfp8, dequantize_weight, quantize_mxfp8, quantize_weight
-from tests.model.goldens import END_ID, GOLDEN
+from tests.model.goldens import GOLDEN
 from tests.model.test_loader import make_flat_twin
 
 W13 = "text_model.model.layers.1.feed_forward.w13.weight"
@@ -49,10 +49,10 @@ def packed(model: DualAR) -> list[torch.Tensor]:
     return [t.view(torch.uint8) for matrix in matrices for t in matrix.tensors()]
 
 
-def assert_like_quantising_on_load(source: Path, out: Path, end_id: int | None = None) -> None:
+def assert_like_quantising_on_load(source: Path, out: Path) -> None:
     """bf16, as on a device."""
-    loaded = load_dual_ar(out, "cpu", torch.bfloat16, end_id=end_id)
-    fresh = load_dual_ar(source, "cpu", torch.bfloat16, end_id=end_id)
+    loaded = load_dual_ar(out, "cpu", torch.bfloat16)
+    fresh = load_dual_ar(source, "cpu", torch.bfloat16)
     for model in (loaded, fresh):
         model.use_kernels("bsfp8")
     for ours, expected in zip(packed(loaded), packed(fresh), strict=True):
@@ -70,7 +70,7 @@ def test_bsgemm_is_what_quantising_on_load_makes(tmp_path, tiny, monkeypatch, pi
 def test_odd_shapes_biases_and_f32_sources(tmp_path, name):
     """Blocks that reach past the matrix: 96 columns, 160 rows, gate and up that share a block."""
     source = shutil.copytree(GOLDEN / name, tmp_path / "in")
-    assert_like_quantising_on_load(source, quantise(source, tmp_path / "out"), END_ID)
+    assert_like_quantising_on_load(source, quantise(source, tmp_path / "out"))
 
 
 def test_split_projections_are_fused(tmp_path):

@@ -48,9 +48,7 @@ def test_a_file_that_shrinks_is_named(stored):
 
 def test_progress_adds_up_to_the_file():
     seen: list[int] = []
-    model = load_dual_ar(
-        GOLDEN / "dual_ar_long", "cpu", torch.float32, end_id=END_ID, on_bytes=seen.append
-    )
+    model = load_dual_ar(GOLDEN / "dual_ar_long", "cpu", torch.float32, on_bytes=seen.append)
     assert model.config.end_id == END_ID
     file = GOLDEN / "dual_ar_long" / "model.safetensors"
     assert 0.95 < sum(seen) / file.stat().st_size < 1.0
@@ -72,8 +70,8 @@ def test_a_device_gets_the_same_weights(monkeypatch, tmp_path, dtype):
     monkeypatch.setattr(upload, "PIECE_BYTES", 30_000)
     write_checkpoint(RandomModel("tiny"), tmp_path)
     for path in (tmp_path, GOLDEN / "dual_ar_projected"):
-        host = load_dual_ar(path, "cpu", dtype, end_id=END_ID if path is not tmp_path else None)
-        model = load_dual_ar(path, "cuda", dtype, end_id=END_ID if path is not tmp_path else None)
+        host = load_dual_ar(path, "cpu", dtype)
+        model = load_dual_ar(path, "cuda", dtype)
         expected = all_tensors(host)
         for name, tensor in all_tensors(model).items():
             assert torch.equal(tensor, expected[name]), name

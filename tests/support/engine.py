@@ -66,7 +66,7 @@ def tiny_model(
 ) -> SpeechModel:
     torch_device = torch.device(device)
     defaults: dict[str, object] = {"max_frames": 10, "default_voice": "a", "context": "prefix"}
-    dual_ar = load_dual_ar(GOLDEN / checkpoint, torch_device, torch.float32, end_id=270)
+    dual_ar = load_dual_ar(GOLDEN / checkpoint, torch_device, torch.float32)
     tokenizer = tiny_tokenizer()
     prompt = PromptBuilder(tokenizer, dual_ar.config)
     return SpeechModel(
