@@ -335,7 +335,9 @@ async def test_other_paths_and_methods(served: Served) -> None:
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
             if response.status_code == 405:
                 expected = response.headers["Allow"]
-                assert f"is not possible there; {expected} is" in response.json()["error"]["message"]
+                assert (
+                    f"is not possible there; {expected} is" in response.json()["error"]["message"]
+                )
         assert set((await http.get("/v1/nothing")).json()["error"]) == {"code", "message", "param"}
 
 
