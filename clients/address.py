@@ -1,7 +1,9 @@
 """A server's address, as users write it, and what a server says when it refuses over HTTP."""
 
 import json
+import ssl
 from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.request import BaseHandler, HTTPSHandler, OpenerDirector, ProxyHandler, build_opener
 
 from realtime.errors import ConnectionFailed, shorten
 from realtime.wire import PATH
@@ -54,6 +56,14 @@ def key_headers(api_key: str | None) -> dict[str, str]:
 
 def is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in _LOOPBACK
+
+
+def opener(url: str, ssl_context: ssl.SSLContext | None = None) -> OpenerDirector:
+    """For requests to the server: no proxy of the environment is asked for this machine."""
+    handlers: list[BaseHandler] = [HTTPSHandler(context=ssl_context)]
+    if is_loopback(url):
+        handlers.append(ProxyHandler({}))
+    return build_opener(*handlers)
 
 
 def refusal(body: bytes) -> tuple[str | None, str]:

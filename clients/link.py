@@ -159,5 +159,5 @@ async def _open_websocket(
         answer = error.response
         body, retry_after = bytes(answer.body or b""), answer.headers.get("Retry-After")
         raise refused("the session", answer.status_code, body, retry_after) from None
-    except (OSError, WebSocketException) as error:
+    except (OSError, WebSocketException, ImportError, ValueError) as error:  # the latter of a proxy
         raise ConnectionFailed(no_connection(address, error)) from None

@@ -10,13 +10,12 @@ import sys
 import tempfile
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPException
 from typing import IO, Self
 
-from clients.address import DEFAULT_URL, http_url
+from clients.address import DEFAULT_URL, http_url, opener
 from realtime.errors import ConnectionFailed
 
 SERVE = (sys.executable, "-m", "realtime", "serve")
@@ -35,9 +34,8 @@ _OF_OTHER_SERVERS = (  # one's own is reached from this machine alone, without k
 def running_server(url: str = DEFAULT_URL) -> str | None:
     """`url`, an address of this machine, if a server is ready there; it is asked no longer than
     half a second."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(http_url(url, "/ready"), timeout=_PROBE_TIMEOUT_S) as response:
+        with opener(url).open(http_url(url, "/ready"), timeout=_PROBE_TIMEOUT_S) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:
         error.close()

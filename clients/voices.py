@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from clients.address import http_url, key_headers, refusal, refused
+from clients.address import http_url, key_headers, opener, refusal, refused
 from clients.checks import check_ssl_context
 from clients.explain import no_connection
 from realtime.errors import ConnectionFailed, PlosiveError, VoiceError, shorten
@@ -139,7 +139,7 @@ def _request(
     if content_type:
         request.add_header("Content-Type", content_type)
     try:
-        with _response(request, ssl_context) as response:
+        with _response(url, request, ssl_context) as response:
             answer: bytes = response.read()
     except (OSError, HTTPException) as error:
         raise ConnectionFailed(no_connection(url, error)) from None
@@ -148,9 +148,9 @@ def _request(
     return answer
 
 
-def _response(request: urllib.request.Request, ssl_context: ssl.SSLContext | None) -> Any:
+def _response(url: str, request: urllib.request.Request, ssl_context: ssl.SSLContext | None) -> Any:
     try:
-        return urllib.request.urlopen(request, timeout=60, context=ssl_context)
+        return opener(url, ssl_context).open(request, timeout=60)
     except urllib.error.HTTPError as refusal:  # it is the response as well
         return refusal
 

@@ -175,6 +175,14 @@ async def test_a_session_that_was_not_entered_says_how_it_is() -> None:
         session.say("one")
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "http://127.0.0.1:99999", "ftp://x"])
+async def test_a_proxy_that_cannot_be_used(monkeypatch, proxy) -> None:
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.setenv("all_proxy", proxy)
+    with pytest.raises(ConnectionFailed, match="cannot connect to ws://192.0.2.1/v1/realtime: "):
+        await connect("http://user:password@192.0.2.1")
+
+
 async def test_nobody_listens() -> None:
     async with scripted_server(talker) as server:
         url = server.url

@@ -32,6 +32,12 @@ def ok(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
+def test_this_machine_is_asked_without_a_proxy(monkeypatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with answering(ok(b'{"voices": []}')) as url:
+        assert list_voices(url) == []
+
+
 def test_the_default_voice_is_marked_and_unknown_fields_are_ignored() -> None:
     body = b'{"default": "b", "new": 1, "voices": [{"name": "a", "new": 1}, {"name": "b"}]}'
     with answering(ok(body)) as url:
