@@ -70,9 +70,10 @@ def refusal(body: bytes) -> tuple[str | None, str]:
     """Code and message of a JSON refusal; of anything else, no code and its beginning."""
     text = body.decode("utf-8", "replace")
     try:
-        error = json.loads(text)["error"]
-        return str(error["code"]), str(error["message"])
-    except (ValueError, KeyError, TypeError):
+        answer = json.loads(text)
+        error = answer.get("error", answer)  # some paths speak as another API's server does
+        return error.get("code"), str(error["message"])
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None, text.strip()[:300]
 
 

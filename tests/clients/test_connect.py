@@ -83,6 +83,13 @@ async def test_refused_before_the_upgrade() -> None:
     assert (raised.value.status, raised.value.retry_after_s) == (503, 7.0)
 
 
+async def test_a_refusal_in_the_shape_of_another_api_is_read_as_well() -> None:
+    refusal = respond(404, '{"status": 404, "message": "there is no WebSocket at /v1/tts"}')
+    async with scripted_server(talker, refusal=refusal) as server:
+        with pytest.raises(ConnectionFailed, match="status 404: there is no WebSocket at /v1/tts$"):
+            await connect(server.url + "/v1/tts")
+
+
 async def test_refused_start() -> None:
     async def script(peer: Peer) -> None:
         await peer.expect(SessionStart)
