@@ -11,10 +11,11 @@
 from clients.decode import Decoder, decode_turn, to_int16
 from clients.devices import Device, NullDevice, SoundCard
 from clients.interruption import Interruption
+from clients.opening import connect
 from clients.player import Playback, Player
 from clients.reconnect import Reconnect
 from clients.save import save
-from clients.session import Session, connect
+from clients.session import Session
 from clients.speech import Speech
 from clients.turn import Timings, Turn
 from realtime.errors import (

@@ -1,6 +1,7 @@
 """A server's address, as users write it, and what a server says when it refuses over HTTP."""
 
 import json
+import re
 import ssl
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 from urllib.request import BaseHandler, HTTPSHandler, OpenerDirector, ProxyHandler, build_opener
@@ -54,6 +55,11 @@ def key_headers(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"}
 
 
+def without_password(url: str) -> str:
+    """For a message."""
+    return re.sub(r"//[^/@]*@", "//", url)
+
+
 def is_loopback(url: str) -> bool:
     return urlsplit(url).hostname in _LOOPBACK
 
@@ -80,12 +86,10 @@ def refusal(body: bytes) -> tuple[str | None, str]:
 def refused(what: str, status: int, body: bytes, retry_after: str | None) -> ConnectionFailed:
     """The error of a refusal, with what the server says, and when to come back if it says that."""
     _, said = refusal(body)
-    is_known = retry_after is not None and retry_after.isdecimal()  # else none, or a date
-    return ConnectionFailed(
-        f"the server refused {what} with status {status}" + (f": {said}" if said else ""),
-        status=status,
-        retry_after_s=float(retry_after) if retry_after and is_known else None,
-    )
+    message = f"the server refused {what} with status {status}" + (f": {said}" if said else "")
+    is_seconds = (retry_after or "").isdecimal()  # else none, or a date
+    retry_after_s = float(retry_after or 0) if is_seconds else None
+    return ConnectionFailed(message, status=status, retry_after_s=retry_after_s)
 
 
 def _split(url: str) -> SplitResult:

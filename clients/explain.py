@@ -8,10 +8,10 @@ from urllib.error import URLError
 
 from websockets.exceptions import InvalidMessage
 
+from clients.address import without_password
 from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
 
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
-_PASSWORD = re.compile(r"//[^/@]*@")
 _OTHER_NAMES = (62, 64)  # X509_V_ERR_HOSTNAME_MISMATCH, X509_V_ERR_IP_ADDRESS_MISMATCH
 _PLAIN_ANSWERS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")  # what OpenSSL says of plain text
 _NO_HTTP = (HTTPException, InvalidMessage)  # the other end closed, or said something else
@@ -45,8 +45,7 @@ def no_connection(url: str, error: Exception) -> str:
         >>> no_connection("http://localhost:8765", ConnectionRefusedError(111, ""))
         'cannot connect to http://localhost:8765: connection refused. Is the server up?'
     """
-    shown = _PASSWORD.sub("//", url)
-    return f"cannot connect to {shown}: {_why(url, _unwrapped(error))}"
+    return f"cannot connect to {without_password(url)}: {_why(url, _unwrapped(error))}"
 
 
 def _why(url: str, reason: BaseException | str) -> str:

@@ -1,24 +1,21 @@
-"""The asynchronous client: one session, any number of turns, over one connection at a time."""
+"""One session: any number of turns, over one connection at a time. `clients.opening` makes it."""
 
 import asyncio
-import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Generator
-from typing import TYPE_CHECKING, Any, Self, TypedDict
+from collections.abc import Awaitable, Callable
+from typing import Self
 from weakref import WeakSet
 
-from clients.address import key_headers, websocket_url
-from clients.checks import check_ssl_context, expect, is_from, valid_message
+from clients.checks import valid_message
 from clients.interruption import Interruption, interrupt
-from clients.link import Link, open_link
+from clients.link import Link
 from clients.protocol import ClientProtocol, SessionEvent
 from clients.reconnect import Attempts, Reconnect
 from clients.speech import Speech, TextSource
 from clients.turn import Turn, check_played_ms
-from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError, SessionError
+from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
 from realtime.wire import (
-    AudioFormat,
     EffectiveFormat,
     Sampling,
     SessionClose,
@@ -28,10 +25,6 @@ from realtime.wire import (
     Warn,
     encode,
 )
-
-_OPUS_24_KHZ = AudioFormat()
-_MODEL_SAMPLING = Sampling()
-NEVER = Reconnect(max_attempts=0)
 
 OnEvent = Callable[[Link, SessionEvent], None]
 OpenLink = Callable[[SessionStart, OnEvent], Awaitable[tuple[Link, SessionReady]]]
@@ -263,107 +256,3 @@ class Session:
         turns = sorted(self._turns, key=lambda turn: turn.opened_s or float("inf"))
         live = [turn for turn in turns if turn.is_pending]
         return live or [turn for turn in turns if turn.can_be_accounted][-1:]
-
-
-class ConnectOptions(TypedDict, total=False):
-    """Of `connect`, for what passes them on."""
-
-    api_key: str | None
-    voice: str | None
-    prompt: str
-    format: AudioFormat
-    sampling: Sampling
-    max_lead_ms: int | None
-    open_timeout_s: float
-    reconnect: Reconnect
-    ssl_context: ssl.SSLContext | None
-
-
-class Opening:
-    """What `connect` gives, to be entered or awaited."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._started_s = time.perf_counter()
-        self._is_used = False
-
-    def __await__(self) -> Generator[Any, None, Session]:
-        return self.__aenter__().__await__()
-
-    async def __aenter__(self) -> Session:
-        if self._is_used:
-            why = "what connect() gave opens one session; call connect() again for another"
-            raise SessionError("opened_already", why)
-        self._is_used = True
-        await self._session.open(self._started_s)
-        return self._session
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._session.drop()
-
-    if not TYPE_CHECKING:  # a type checker sees by itself that it is no session
-
-        def __getattr__(self, name: str) -> None:
-            how = "async with connect(url) as session: ..., or session = await connect(url)"
-            raise AttributeError(f"a session is open, and has {name!r}, only inside of {how}")
-
-
-def connect(  # noqa: PLR0913 - what a session can be told
-    url: str,
-    *,
-    api_key: str | None = None,
-    voice: str | None = None,
-    prompt: str = "",
-    format: AudioFormat = _OPUS_24_KHZ,
-    sampling: Sampling = _MODEL_SAMPLING,
-    max_lead_ms: int | None = None,
-    open_timeout_s: float = 30.0,
-    reconnect: Reconnect = NEVER,
-    ssl_context: ssl.SSLContext | None = None,
-) -> Opening:
-    """Open a session; the block begins when voice and prompt are prefilled.
-
-    `url` is the server ("http://host:8765", "ws://host:8765") or the full address of its endpoint.
-    `api_key` is for servers that need one. `ssl_context` is for an https server whose certificate
-    this machine does not trust (or name the authority's file in SSL_CERT_FILE). `voice` None is the
-    server's default voice. Leaving the block closes the socket; a session that was awaited instead,
-    `session = await connect(url)`, is closed by `close`, or by a block of its own.
-
-    With `reconnect`, a connection that is lost is opened again in the background, with the voice
-    and the prompt in force; the turns that were under way fail with ConnectionLost, which says how
-    far they had come, and later ones wait until it is open. What the model remembers of the
-    dialogue goes with the connection. The first opening is tried again with `also_first` only, and
-    where the server answers that it is busy, as one does that is still loading its model.
-
-    Example:
-        async with connect("http://localhost:8765", voice="af_heart") as session:
-            async for packet in session.say("Hello there."):
-                player.feed(packet)
-
-    Raises:
-        ConnectionFailed: `url` is no address, `api_key` cannot be sent, nobody answers, or the upgrade
-            was refused: `status`, `retry_after_s`.
-        VoiceError: no such voice.
-        SessionError: `invalid_option`, before anything is opened; `opened_already`.
-        PlosiveError: the server refused the session otherwise.
-    """
-    address, headers = websocket_url(url), key_headers(api_key)
-    expect(is_from(0, open_timeout_s), "open_timeout_s", open_timeout_s, "seconds from 0 on")
-    how = "connect(url, reconnect=Reconnect())"
-    expect(isinstance(reconnect, Reconnect), "reconnect", reconnect, f"a Reconnect: {how}")
-    check_ssl_context(ssl_context)
-    with valid_message():
-        start = SessionStart(
-            voice=voice, prompt=prompt, format=format, sampling=sampling, max_lead_ms=max_lead_ms
-        )
-
-    async def open_in_time(start: SessionStart, on_event: OnEvent) -> tuple[Link, SessionReady]:
-        try:
-            async with asyncio.timeout(open_timeout_s):
-                return await open_link(address, headers, start, on_event, ssl_context)
-        except TimeoutError:
-            raise ConnectionFailed(
-                f"{url} did not get a session ready within {open_timeout_s:g} s"
-            ) from None
-
-    return Opening(Session(open_in_time, start, reconnect))

@@ -17,6 +17,7 @@ from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Self, TypeVar, Unpack
 
+import clients.opening
 import clients.session
 import clients.speech
 import clients.turn
@@ -39,7 +40,7 @@ from realtime.wire import (
 T = TypeVar("T")
 
 
-def connect(url: str, **options: Unpack[clients.session.ConnectOptions]) -> "Session":
+def connect(url: str, **options: Unpack[clients.opening.ConnectOptions]) -> "Session":
     """Open a session; takes the options and raises the errors of `clients.connect`. Leaving its block
     closes the socket and ends the thread.
 
@@ -48,7 +49,7 @@ def connect(url: str, **options: Unpack[clients.session.ConnectOptions]) -> "Ses
             for packet in session.say("Hello there."):
                 player.feed(packet)
     """
-    opening = clients.session.connect(url, **options)
+    opening = clients.opening.connect(url, **options)
     with ExitStack() as opened:
         loop = opened.enter_context(LoopThread())
         session = loop.run(opening.__aenter__())

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from clients.address import http_url, key_headers, opener, refusal, refused
+from clients.address import http_url, key_headers, opener, refusal, refused, without_password
 from clients.checks import check_ssl_context
 from clients.explain import no_connection
 from realtime.errors import ConnectionFailed, PlosiveError, VoiceError, shorten
@@ -160,7 +160,7 @@ def _readable(url: str) -> Iterator[None]:
     try:
         yield
     except ValidationError:
-        why = f"{url} answers, but not as a Plosive server does: expected its voices as JSON"
+        why = f"{without_password(url)} answers, but not as a Plosive server does: expected its voices as JSON"
         raise ConnectionFailed(why) from None
 
 

@@ -25,8 +25,9 @@ from livekit.agents.voice.io import TimedString
 
 from clients.adapters.shared_session import SharedSession
 from clients.adapters.words import WordTimes
+from clients.opening import ConnectOptions
 from clients.reconnect import is_retryable
-from clients.session import ConnectOptions, Session
+from clients.session import Session
 from clients.speech import TextSource
 from realtime.errors import ConnectionFailed, ConnectionLost, PlosiveError
 from realtime.wire import AudioFormat, AudioPacket, TurnText

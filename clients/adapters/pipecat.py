@@ -28,8 +28,8 @@ from pipecat.services.tts_service import TextAggregationMode, TTSService
 
 from clients.adapters.shared_session import SharedSession
 from clients.adapters.words import WordTimes
+from clients.opening import ConnectOptions
 from clients.reconnect import is_retryable
-from clients.session import ConnectOptions
 from clients.turn import Turn
 from realtime.errors import ConnectionFailed, PlosiveError, VoiceError
 from realtime.wire import AudioFormat, AudioPacket, TurnDone, TurnText

@@ -4,8 +4,9 @@ import asyncio
 from contextlib import AsyncExitStack, suppress
 from typing import Unpack
 
+from clients.opening import ConnectOptions, connect
 from clients.reconnect import Reconnect
-from clients.session import ConnectOptions, Session, connect
+from clients.session import Session
 from realtime.errors import ConnectionLost
 
 
