@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.datastructures import FormData, UploadFile
 
 from realtime.config import ServerConfig
-from realtime.errors import CapacityError, VoiceError
+from realtime.errors import CapacityError, VoiceError, shorten
 from realtime.pingpong.api import Engine
 from realtime.pingpong.messages import VoicePrompt
 from realtime.slow_bodies import discard_body
@@ -75,9 +75,12 @@ class VoiceRoutes:
     async def _read_form(self, form: FormData) -> tuple[str, str, bytes]:
         name, text, clip = form.get("name"), form.get("text"), form.get("file")
         if not isinstance(name, str) or not isinstance(text, str):
-            raise VoiceError("invalid_voice", "expected the form fields name, text and file")
+            got = shorten(", ".join(form))
+            why = f"got the form fields {got}, expected name, text and file"
+            raise VoiceError("invalid_voice", why)
         if not isinstance(clip, UploadFile):
-            raise VoiceError("invalid_clip", "expected the clip as form field file", param="file")
+            why = f"file: got {shorten(clip)}, expected the clip as a file"
+            raise VoiceError("invalid_clip", why, param="file")
         self._voices.check_addable(name, text)
         return name, text, await clip.read()
 

@@ -247,6 +247,13 @@ async def test_clips_that_cannot_be_used(tmp_path: Path) -> None:
 
 async def test_forms_that_cannot_be_used(tmp_path: Path) -> None:
     async with serving(tmp_path) as served, served.http() as http:
+        unlike = await http.post("/v1/voices", data={"nom": "x", "file": "y"})
+        assert "got the form fields 'nom, file', expected name, text and" in unlike.text
+        form = {"name": "x", "text": "y", "file": "z"}
+        assert (
+            "file: got 'z', expected the clip as a file"
+            in (await http.post("/v1/voices", data=form)).text
+        )
         for response, status, code in (
             (await add(http, name="../x"), 400, "invalid_voice"),
             (await add(http, text=""), 400, "invalid_voice"),
