@@ -6,7 +6,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, Self, TypeVar
 
-from realtime.errors import ConnectionLost, SessionError
+from realtime.errors import ConnectionLost, PlosiveError, SessionError
 
 T = TypeVar("T")
 
@@ -35,15 +35,12 @@ class LoopThread:
 
         Raises:
             ConnectionLost: the block was left already, or while it ran.
-            SessionError: `other_process`, after a fork: the loop runs in the parent alone.
+            SessionError: `other_process`, after a fork: the loop runs in the parent alone;
+                `own_thread`, by what runs on the loop itself: it would wait for itself.
         """
-        if os.getpid() != self._process_id:
+        if refusal := self._refusal():
             coroutine.close()
-            why = "a session belongs to the process that opened it; connect() again after a fork"
-            raise SessionError("other_process", why)
-        if not self._is_open:
-            coroutine.close()
-            raise _closed()
+            raise refusal
         tasks: list[asyncio.Task[T]] = []
         is_over = threading.Event()
 
@@ -68,6 +65,15 @@ class LoopThread:
         if tasks[0].cancelled():
             raise _closed()
         return tasks[0].result()
+
+    def _refusal(self) -> PlosiveError | None:
+        if os.getpid() != self._process_id:
+            why = "a session belongs to the process that opened it; connect() again after a fork"
+            return SessionError("other_process", why)
+        if threading.current_thread() is self._thread:
+            why = "this runs on the session's own thread, which would wait for itself"
+            return SessionError("own_thread", f"{why}; await what session.asynchronous has instead")
+        return None if self._is_open else _closed()
 
     def _work(self) -> None:
         try:

@@ -26,7 +26,7 @@ from clients.loop_thread import LoopThread
 from clients.protocol import TurnEvent
 from clients.speech import TextSource
 from clients.turn import Timings
-from realtime.errors import ConnectionLost
+from realtime.errors import ConnectionLost, SessionError
 from realtime.wire import (
     AudioPacket,
     EffectiveFormat,
@@ -225,7 +225,9 @@ class Speech:
                 if isinstance(event, AudioPacket):
                     yield event
         finally:
-            with suppress(ConnectionLost):  # the session may be closed before the iterator
+            # The session may be closed before the iterator; and where the garbage collector ends the
+            # iterator on the session's own thread, the loop ends the events by itself.
+            with suppress(ConnectionLost, SessionError):
                 run(events.aclose())
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import signal
 import sys
 import threading
@@ -117,23 +116,6 @@ def test_what_was_heard_is_known_after_the_loop_was_left_and_after_its_end() -> 
         assert session.interrupt(played_ms=20.0).remaining_text == "one two"
         assert list(session.say("three"))
         assert session.interrupt(played_ms=20.0).remaining_text == "three"
-
-
-def test_a_session_is_of_the_process_that_opened_it() -> None:
-    with served(talker) as server, connect(server.url) as session:
-        reader, writer = os.pipe()
-        if not (child := os.fork()):
-            try:
-                session.say("one")
-            except SessionError as error:
-                os.write(writer, error.code.encode())
-            finally:
-                os._exit(0)
-        os.close(writer)
-        with os.fdopen(reader) as said:
-            assert said.read() == "other_process"
-        os.waitpid(child, 0)
-        assert list(session.say("one"))
 
 
 def test_typed_events_and_queued_turns() -> None:
