@@ -3,8 +3,9 @@
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, Self, TypeVar, cast
 
 from realtime.errors import ConnectionLost, PlosiveError, SessionError
 
@@ -88,6 +89,33 @@ class LoopThread:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
+
+
+async def in_daemon_thread(function: Callable[[], T]) -> T:
+    """Like `asyncio.to_thread`; but one that never returns keeps no program from ending."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def tell(result: T | None, error: BaseException | None) -> None:
+        if outcome.done():
+            return  # nobody waits any more
+        if error is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(cast(T, result))
+
+    def work() -> None:
+        result: T | None = None
+        error: BaseException | None = None
+        try:
+            result = function()
+        except BaseException as raised:  # noqa: BLE001 - raised where it is awaited
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=work, name="plosive-text", daemon=True).start()
+    return await outcome
 
 
 def _closed() -> ConnectionLost:

@@ -10,7 +10,6 @@ The asynchronous client runs on a thread of its own underneath. Every object her
 several threads: one may read a turn while another interrupts it.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -22,7 +21,7 @@ import clients.session
 import clients.speech
 import clients.turn
 from clients.interruption import Interruption
-from clients.loop_thread import LoopThread
+from clients.loop_thread import LoopThread, in_daemon_thread
 from clients.protocol import TurnEvent
 from clients.speech import TextSource
 from clients.turn import Timings
@@ -249,5 +248,5 @@ def text_source(text: TextSource) -> TextSource:
 
 async def _read_in_thread(text: Iterable[str]) -> AsyncIterator[str]:
     pieces = iter(text)
-    while piece := await asyncio.to_thread(list, islice(pieces, 1)):
+    while piece := await in_daemon_thread(lambda: list(islice(pieces, 1))):
         yield piece[0]

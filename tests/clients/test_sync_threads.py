@@ -2,15 +2,17 @@
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from clients import SessionError
 from clients.sync import Session, connect
-from realtime.wire import TurnCancel
-from tests.clients.scripted_server import talker
-from tests.clients.test_sync import served
+from realtime.wire import TextAppend, TurnCancel
+from tests.clients.scripted_server import PACKET, Peer, talker
+from tests.clients.test_sync import TIMEOUT_S, served
 
 
 def test_an_iterator_may_be_collected_on_the_sessions_own_thread() -> None:
@@ -46,6 +48,36 @@ def test_what_runs_on_the_sessions_own_thread_cannot_wait_for_it() -> None:
             list(session.say(interrupting(session)))
         assert raised.value.code == "own_thread"
         assert list(session.say("two"))
+
+
+def test_a_text_that_never_ends_keeps_no_program_from_ending() -> None:
+    code = (
+        "import queue, sys\n"
+        "from clients import AudioFormat\n"
+        "from clients.sync import connect\n"
+        "words = queue.Queue()\n"
+        "words.put('one ')\n"
+        "with connect(sys.argv[1], format=AudioFormat(codec='pcm_s16le')) as session:\n"
+        "    speech = iter(session.say(iter(words.get, None)))\n"
+        "    next(speech)\n"
+        "    print('left')"
+    )
+
+    async def speaks_at_once(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect(TextAppend)
+        await peer.audio(1, [PACKET])
+        await peer.until_closed()
+
+    with served(speaks_at_once) as server:
+        result = subprocess.run(
+            [sys.executable, "-c", code, server.url],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    assert (result.stdout, result.stderr) == ("left\n", "")
 
 
 def test_a_session_is_of_the_process_that_opened_it() -> None:
