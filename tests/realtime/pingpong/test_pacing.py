@@ -71,11 +71,12 @@ def test_beside_many_streams_prompts_ride_if_they_fill_a_size_or_have_waited():
     assert board([54], num_others=60) == [0]
     assert board([54, 54], num_others=60) == [0], "with both a step would cost three"
     assert board([54, 54, 54], num_others=60) == [0, 1, 2]
-    assert board([20, 20], num_others=60) == []
+    assert board([40], num_others=60) == [0] and board([39], num_others=60) == []
+    assert board([20, 19], num_others=60) == []
     assert board([20, 20, 20], num_others=60) == [0, 1, 2]
-    assert board([20, 20], num_others=60, waited_ms=12) == [0, 1]
+    assert board([20, 19], num_others=60, waited_ms=12) == [0, 1]
     assert board([100], num_others=60) == [] and board([100], 60, 12) == [0]
-    assert board([80, 54], 60) == [1] and board([80, 54], 60, 12) == [0, 1]
+    assert board([79, 40], 60) == [1] and board([79, 40], 60, 12) == [0, 1]
 
 
 @given(st.lists(st.integers(1, 192)), st.integers(0, 64), st.floats(0, 50))
@@ -147,11 +148,18 @@ def test_where_a_call_has_its_price_whoever_has_frames_takes_part():
     tail = paced(2, 20 * FRAME, is_last=True, is_tail=True)
     waiting = {0: far, 1: paced(1, 0), 2: falling, 3: tail}
     assert plan(waiting)[:2] == (1, [1]), "each frame costs the same"
-    assert plan(waiting, enough=128) == (1, [1, 0, 2, 3], 0, True)
+    assert plan(waiting | {3: tail._replace(num_frames=1)}, enough=128) == (
+        1,
+        [1, 3, 0, 2],
+        0,
+        True,
+    )
     assert plan(waiting | {1: paced(4, FRAME)}, enough=128)[:2] == (4, [1, 3]), "it is padded"
-    assert plan(waiting, enough=128, max_streams=lambda chunk: 2)[1] == [1, 0]
+    assert plan(waiting, enough=128, max_streams=lambda chunk: 2)[1] == [1, 3], (
+        "the end comes first"
+    )
     del waiting[1]
-    assert plan(waiting, enough=128) == (2, [2, 3], 0, False), "nobody waits for it"
+    assert plan(waiting, enough=128) == (2, [3, 2], 0, False), "nobody waits for it"
 
 
 def test_many_frames_are_called_for_though_nobody_is_due():
