@@ -8,10 +8,11 @@ import random
 import pytest
 import torch
 
-from ops import attention, nvrtc
+from ops import attention
 from ops.attention_shared import SharedPlan, shared_attention, shared_decode_attention
 from ops.quantize import BlockScaled
 from tests.ops.attention_cases import bits, paged, relative_error
+from tests.ops.compiling import check_compiles
 
 S2_PRO = (32, 8, 128)
 EMBEDDED = (5, 1, 64)
@@ -49,15 +50,12 @@ def test_on_a_cpu_one_launch_is_attention_of_each_row(kind):
     assert torch.equal(bits(case.pages), bits(alone.pages))
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), (64, 5)])
-@pytest.mark.parametrize("in_8_bits", [0, 1])
-def test_compiles_without_a_gpu(head_dim, group, in_8_bits, arch):
-    pytest.importorskip("cuda.bindings.nvrtc")
-    shape = {"HEAD_DIM": head_dim, "GROUP": group, "PAGE": 32, "WARPS": 8}
-    for is_fused in (0, 1):
-        defines = {**shape, "IS_FP8": in_8_bits, "IS_FUSED": is_fused}
-        assert nvrtc.compile_source("attention_shared.cu", arch, defines)[:4] == b"\x7fELF"
+def test_the_kernel_compiles():
+    shapes = [{"HEAD_DIM": dim, "GROUP": group} for dim, group in ((128, 4), (64, 5))]
+    flags = [{"IS_FP8": is_fp8, "IS_FUSED": fused} for is_fp8 in (0, 1) for fused in (0, 1)]
+    same = {"PAGE": 32, "WARPS": 8}
+    variants = [shape | same | flag for shape in shapes for flag in flags]
+    check_compiles([("attention_shared.cu", defines) for defines in variants])
 
 
 @pytest.mark.gpu

@@ -6,10 +6,8 @@ from torch.nn import functional as F
 
 from ops import codec_conv as codec
 from ops import codec_unit as units
-from ops import nvrtc
 from ops.codec import norm_linear, rms_norm
-
-ARCHS = ["sm_90a", "sm_100a", "sm_120a"]
+from tests.ops.compiling import check_compiles
 
 
 def random_layer(channels, columns, num_taps, dilation, **kwargs):
@@ -137,35 +135,16 @@ def test_pieces_of_weights_are_swizzled_as_the_tensor_cores_read_them():
     assert not pieces[:, 1, 8:].any()
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("block", [64, 96])
-def test_convolution_compiles(arch, block):
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for tile in codec.TILES:
-        cubin = nvrtc.compile_source("codec_conv.cu", arch, codec.defines_of(tile, block))
-        assert b"codec_conv" in cubin
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(("rows", "has_norm"), [(8, 0), (8, 1), (64, 0)])
-def test_linear_compiles(arch, rows, has_norm):
-    pytest.importorskip("cuda.bindings.nvrtc")
-    defines = {"ROWS": rows, "NORM": has_norm}
-    assert b"codec_linear" in nvrtc.compile_source("codec_linear.cu", arch, defines)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_units_compile(arch):
-    pytest.importorskip("cuda.bindings.nvrtc")
-    for channels in units.CHANNELS:
-        for rows in (1, 1 << 20):
-            defines = codec.defines_of(
-                units.unit_tile(rows, channels), codec.channel_block(channels)
-            )
-            assert b"codec_unit" in nvrtc.compile_source("codec_unit.cu", arch, defines)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_stream_kernels_compile(arch):
-    pytest.importorskip("cuda.bindings.nvrtc")
-    assert b"codec_attention" in nvrtc.compile_source("codec_stream.cu", arch)
+def test_kernels_compile():
+    convs = [codec.defines_of(tile, block) for tile in codec.TILES for block in (64, 96)]
+    linears = [{"ROWS": rows, "NORM": norm} for rows, norm in ((8, 0), (8, 1), (64, 0))]
+    tiles = [(units.unit_tile(rows, n), n) for n in units.CHANNELS for rows in (1, 1 << 20)]
+    check_compiles(
+        [
+            *(("codec_conv.cu", defines) for defines in convs),
+            *(("codec_linear.cu", defines) for defines in linears),
+            *(("codec_unit.cu", codec.defines_of(t, codec.channel_block(n))) for t, n in tiles),
+            ("codec_stream.cu", {}),
+        ],
+        ("sm_90a", "sm_100a", "sm_120a"),
+    )

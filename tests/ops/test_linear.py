@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ops import nvrtc, reference
+from ops import reference
 from ops.linear import gate_up_swiglu, linear, pack_bf16, pack_fp8, unpack
 from ops.linear_plans import Plan, WidePlan, plan_for
 from ops.quantize import (
@@ -24,6 +24,7 @@ from ops.quantize import (
     rms_norm,
 )
 from tests.ops.activated import MAX_ERROR, assert_activated, error
+from tests.ops.compiling import check_compiles
 from tests.ops.linear_cases import (
     GATE_UP,
     OTHERS,
@@ -144,7 +145,6 @@ def variants():
 
 
 def test_variants_of_every_kind_and_width_compile():
-    pytest.importorskip("cuda.bindings.nvrtc")
     by_width = {
         (
             *(name, v["IS_FP8"], v["GATE_UP"], v.get("COLS", v.get("WIDTH"))),
@@ -153,8 +153,7 @@ def test_variants_of_every_kind_and_width_compile():
         for name, v in variants()
     }
     assert len(by_width) > 20
-    for (name, *_), defines in by_width.items():
-        assert nvrtc.compile_source(f"{name}.cu", "sm_90a", defines)[:4] == b"\x7fELF"
+    check_compiles([(f"{name}.cu", v) for (name, *_), v in by_width.items()], ("sm_90a",))
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ops import linear as packed_linear
-from ops import nvrtc, reference
+from ops import reference
 from ops.linear import gate_up_swiglu, linear, linear_and_norm
 from ops.linear_plans import WidePlan, plan_for
 from ops.quantize import (
@@ -18,6 +18,7 @@ from ops.quantize import (
     unscaled_norm,
 )
 from tests.ops.activated import MAX_ERROR, assert_activated, error
+from tests.ops.compiling import check_compiles
 from tests.ops.linear_cases import exact, packed, random_rows, random_weight
 
 EPS = 1e-6
@@ -84,14 +85,13 @@ def test_only_whole_groups_are_normed():
 
 
 def test_variants_compile():
-    pytest.importorskip("cuda.bindings.nvrtc")
     plan = plan_for("bsfp8", 64, 2560, 9728)
-    for defines in (
+    variants = (
         replace(plan, norms=True).defines(True, False, 9728),
         replace(plan, scales_rows=True).defines(True, False, 2560),
         replace(plan_for("bsfp8", 64, 19456, 2560), scales_rows=True).defines(True, True, 2560),
-    ):
-        assert nvrtc.compile_source("linear_wide.cu", "sm_90a", defines)[:4] == b"\x7fELF"
+    )
+    check_compiles([("linear_wide.cu", defines) for defines in variants], ("sm_90a",))
 
 
 def poisoned(num_rows, num_columns):
