@@ -54,17 +54,25 @@ class Link:
             raise SessionError("other_loop", why)
 
     async def ask(self, frame: str) -> SessionReady:
-        """Send what `session.ready` answers."""
+        """Send what `session.ready` answers. One whose caller leaves is answered all the same, before
+        the next is sent."""
         self.check_loop()
         while self._answer is not None:
             await asyncio.wait([self._answer])
         self.protocol.check_open()
-        self._answer = asyncio.get_running_loop().create_future()
+        self._answer = answer = self._loop.create_future()
+        answer.add_done_callback(self._on_answered)
         try:
             await self.send([frame])
-            return await self._answer
-        finally:
-            self._answer = None
+        except BaseException:
+            answer.cancel()
+            raise
+        return await asyncio.shield(answer)
+
+    def _on_answered(self, answer: asyncio.Future[SessionReady]) -> None:
+        self._answer = None
+        if not answer.cancelled():
+            answer.exception()  # counts as retrieved if the caller has left
 
     async def send(self, frames: list[str]) -> None:
         try:

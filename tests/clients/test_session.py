@@ -238,6 +238,29 @@ async def test_close_lets_committed_turns_end() -> None:
     assert isinstance(server.received[-1], SessionClose)
 
 
+async def test_an_update_whose_caller_has_left_answers_no_other() -> None:
+    may_answer = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        for voice in ("first", "second"):
+            assert (await peer.expect(SessionUpdate)).voice == voice
+            asked.set()
+            await may_answer.wait()
+            await peer.send(ready(peer.format, voice))
+        await peer.until_closed()
+
+    asked = asyncio.Event()
+    async with session_with(script) as session:
+        left = asyncio.create_task(session.update(voice="first"))
+        await asked.wait()
+        left.cancel()
+        second = asyncio.create_task(session.update(voice="second"))
+        may_answer.set()
+        assert (await second).voice == session.ready.voice == "second"
+        assert left.cancelled()
+
+
 async def test_a_speech_is_said_once() -> None:
     async with scripted_server(talker) as server, connect(server.url) as session:
         speech = session.say("one")
