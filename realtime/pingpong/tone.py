@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -302,6 +303,7 @@ def _work(num_turns: int) -> None:
         value ^= number
 
 
+@cache  # 25 ms
 def _hum(sample_rate: int) -> NDArray[np.float32]:
     """f32 [_HUM_S * sample_rate]: as hard for Opus as a voice (gliding harmonics, syllables, breath)."""
     t_s = np.arange(round(_HUM_S * sample_rate)) / sample_rate

@@ -34,7 +34,7 @@ def sdk(served: Served, *on_response: Any, **kwargs: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(
         api_key="none",
         base_url=f"http://127.0.0.1:{served.port}/v1",
-        http_client=httpx.AsyncClient(trust_env=False, event_hooks=hooks),
+        http_client=httpx.AsyncClient(trust_env=False, verify=False, event_hooks=hooks),
         **({"max_retries": 0, "timeout": TIMEOUT_S} | kwargs),
     )
 

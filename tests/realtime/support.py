@@ -48,7 +48,9 @@ class Served:
         return f"ws://127.0.0.1:{self.port}{wire.PATH}"
 
     def http(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False)
+        """Certificates are not loaded, which takes 14 ms."""
+        url = f"http://127.0.0.1:{self.port}"
+        return httpx.AsyncClient(base_url=url, trust_env=False, verify=False)
 
     def connect(self, **kwargs: Any) -> "ws_connect":
         kwargs = {"subprotocols": [wire.SUBPROTOCOL], "proxy": None, "close_timeout": 0.2} | kwargs
