@@ -6,7 +6,7 @@ What differs from OpenAI's own:
 - `voice` is one of the server's. OpenAI's names (`alloy`, ...) are its default voice, unless a voice
   of that name was added. A voice object gives its name as `id`.
 - `instructions` are the prompt of a model that takes one, and are ignored by one that does not.
-- `input` may have 60,000 characters instead of 4,096.
+- `input` may have 60,000 characters instead of 4,096. One in which nothing can be spoken is refused.
 - `pcm` and `wav` are 24 kHz, 16 bits, mono; the others have the model's own rate where they can.
 - `usage` counts characters as input tokens and the codec's frames as output tokens.
 - A stream of events that fails ends with `event: error` and an error body, which OpenAI's clients raise.
