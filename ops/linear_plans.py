@@ -223,15 +223,13 @@ class WidePlan:
 
 
 # By (N, K) of S2 Pro's layers, then by the most rows: what made a whole layer fastest on an H200.
-# More rows are wide: gate and up of 32 took 33.8 us here and 23.0 there, in 8 bits 17.5 and 14.6; and in
-# 8 bits all of more than 16, a frame of 32 streams 3.546 -> 3.533 ms.
+# More rows are wide: a frame of 32 streams in bf16 5.39 -> 5.22 ms, in 8 bits 3.546 -> 3.533.
 _FEW_ROWS: dict[tuple[int, int], dict[int, Plan]] = {
-    (6144, 2560): {8: Plan(8, 1, 8, 2), 16: Plan(16, 1, 8, 2), 32: Plan(32, 2, 4, 4)},
-    (2560, 4096): {8: Plan(8, 1, 6, 4), 16: Plan(16, 1, 6, 4), 32: Plan(32, 2, 4, 8)},
+    (6144, 2560): {8: Plan(8, 1, 8, 2), 16: Plan(16, 1, 8, 2)},
+    (2560, 4096): {8: Plan(8, 1, 6, 4), 16: Plan(16, 1, 6, 4)},
     (19456, 2560): {8: Plan(8, 1, 8, 1), 16: Plan(16, 1, 6, 1)},
-    (2560, 9728): {8: Plan(8, 1, 6, 8), 16: Plan(16, 1, 6, 8), 32: Plan(32, 1, 6, 4)},
+    (2560, 9728): {8: Plan(8, 1, 6, 8), 16: Plan(16, 1, 6, 8)},
 }
-_MOST_FEW_ROWS: dict[Kind, int] = {"bf16": 32, "bsfp8": 16}
 _WO, _DOWN, _CODE_HEAD, _SEMANTIC_HEAD = (2560, 4096), (2560, 9728), (4096, 2560), (4097, 2560)
 _MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
     ("bsfp8", 6144, 2560): {
@@ -307,10 +305,7 @@ def _few_rows_plan(
     """None: so many rows are not few."""
     measured = _FEW_ROWS.get((out_features, in_features))
     if measured is not None:
-        most_of_kind = _MOST_FEW_ROWS[kind]
-        return next(
-            (plan for most, plan in measured.items() if num_rows <= most <= most_of_kind), None
-        )
+        return next((plan for most, plan in measured.items() if num_rows <= most), None)
     cols = next((width for width in _WIDTHS if num_rows <= width), None)
     if cols is None:
         return None
