@@ -143,8 +143,6 @@ CLOSE_CODE: dict[str, int] = {
     "internal_error": 1011,
     "idle_timeout": 4000,
     "client_too_slow": 4001,
-    "binary_not_expected": 1003,
-    "message_too_large": 1009,
 }
 
 
