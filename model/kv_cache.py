@@ -43,9 +43,14 @@ def position_bytes(config: DualARConfig, dtype: torch.dtype, kv_format: KvFormat
     return 2 * slow.num_layers * slow.num_kv_heads * row
 
 
+def has_kernels(stack: StackConfig) -> bool:
+    """Whether attention's kernels take heads like these."""
+    return stack.head_dim in (64, 128) and stack.num_groups <= 8
+
+
 def _scratch(slow: StackConfig, num_positions: int, device: torch.device) -> Scratch | None:
     """Of decoding with kernels."""
-    if device.type != "cuda" or slow.head_dim not in (64, 128) or slow.num_groups > 8:
+    if device.type != "cuda" or not has_kernels(slow):
         return None
     most_parts = most_parts_of(ceil_div(num_positions, 16))
     return Scratch(slow.num_kv_heads, slow.num_groups, slow.head_dim, most_parts, device)

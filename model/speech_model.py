@@ -14,6 +14,7 @@ from model.codec import Codec, load_codec, weight_file
 from model.dual_ar import DualAR
 from model.errors import ConfigError
 from model.json_fields import read_json
+from model.kv_cache import has_kernels
 from model.loader import load_dual_ar
 from model.prompt import PromptBuilder, load_tokenizer
 from model.random_model import RandomModel, is_random
@@ -205,12 +206,11 @@ def checked_run_as(run_as: RunAs | None, model: DualAR) -> RunAs:
 
 def _missing_for_kernels(model: DualAR) -> str:
     """What the CUDA kernels need and do not find; empty: they run."""
-    stacks = (model.config.slow, model.config.fast)
-    head_dims = {stack.head_dim for stack in stacks}
-    groups = max(stack.num_groups for stack in stacks)
     if torch.cuda.get_device_capability(model.device) != (9, 0):
         name = torch.cuda.get_device_name(model.device)
         return f"compute capability 9.0 (Hopper), not that of {name}"
-    if not head_dims <= {64, 128} or groups > 8:
-        return f"head_dim 64 or 128 and at most 8 queries a key, not {head_dims} and {groups}"
+    for stack in (model.config.slow, model.config.fast):
+        if not has_kernels(stack):
+            got = f"{stack.head_dim} and {stack.num_groups}"
+            return f"head_dim 64 or 128 and at most 8 queries a key, not {got}"
     return "" if model.dtype == torch.bfloat16 else f"weights in bf16, not {model.dtype}"
