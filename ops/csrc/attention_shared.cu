@@ -195,6 +195,7 @@ DEVICE void take_projected(Shared& shared, const Projected& projected) {
                     rotated_head<D>(values[i], tables[i], input.qk_norm != nullptr, input.eps));
   __syncthreads();
 }
+
 // Queries that are ready into shared memory.
 DEVICE void take_queries(Shared& shared, const Input& input, const Memory<Tile>& memory) {
   for (int i = threadIdx.x; i < SPAN * GROUP * D / 8; i += WARPS * 32) {
