@@ -141,7 +141,7 @@ def test_a_trained_model_speaks_the_same_in_8_bits_on_a_gpu(kind, kv_format, mod
 @pytest.mark.gpu
 @pytest.mark.parametrize("side", ["weights", "norms"])
 def test_the_gate_shuts_on_wrong_scales_of_many_streams_on_a_gpu(side, monkeypatch):
-    """Also on those of the norms that linears of 33 to 64 rows make."""
+    """Also on those of the norms that linears of 17 to 64 rows make."""
     if side == "weights":
         quantize = fused_stack.quantize_weight
 
