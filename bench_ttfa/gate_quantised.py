@@ -7,8 +7,8 @@
 
 Which kernels run depends on shapes and on how many streams are decoded at once. `embedded:s2-pro` is
 the embedded model in S2 Pro's shapes (`widened`); --streams N decodes N at once, some inputs several
-times where there are fewer. In 8 bits other kernels run above 1 to 4, 8, 16, 64 and 128 streams, and from 17 to 64 linears make
-the norms, which in the embedded model's own shapes they never do.
+times where there are fewer. In 8 bits other kernels run above 1 to 4, 8, 16, 64 and 128 streams, and
+from 17 to 64 linears make the norms, which in the embedded model's own shapes they never do.
 
 A trained model must say the same, on inputs that were chosen by bf16 alone (`gate_inputs`):
 
