@@ -114,7 +114,7 @@ def riders_to_board(riders: Sequence[Rider], num_others: int, sizes: Sequence[in
         sizes = [size for size in sizes if size >= riders[0].num_rows]
     for size in reversed(sizes):
         chosen = _first_that_fit(riders, size)
-        # Of 64 one text of 42 characters is enough: 43 rows.
+        # Of 64 one text of 26 characters is enough: 40 rows.
         if 8 * sum(riders[i].num_rows for i in chosen) >= 5 * size:
             return chosen
     return _first_that_fit(riders, sizes[0]) if riders[0].waited_ns >= RIDERS_WAIT_NS else []
