@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ops import nvrtc
-from ops.codec_conv import Conv, Streams, conv, linear_of_norm, takes_norm
+from ops.codec_conv import Streams
 
 WINDOW, HEAD_DIM, MAX_FRAMES = 128, 64, 16  # what the attention kernel is made for
 _THREADS, _DEPTHWISE_THREADS = 128, 512  # of the kernels in codec_stream.cu
@@ -79,16 +79,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tenso
     out = torch.empty_like(x, dtype=dtype)
     numbers = (ctypes.c_int32(x.shape[1]), ctypes.c_float(eps))
     _launch("codec_rms_norm", (len(x),), [x, weight, out, *numbers])
-    return out
-
-
-def norm_linear(x: Tensor, weight: Tensor, eps: float, layer: Conv, dtype: torch.dtype) -> Tensor:
-    """`rms_norm`, then a layer of one tap: [M, C] -> [M, N]. The linear of a few rows makes the norm
-    itself, the same bits, a launch less. H200: S2's decoder for 8 streams of one frame 732 -> 686 us."""
-    if x.is_cuda and takes_norm(len(x), layer):
-        return linear_of_norm(x, (weight, eps), layer, dtype)
-    out = conv(rms_norm(x, weight, eps, dtype), layer).out
-    assert out is not None
     return out
 
 

@@ -4,6 +4,10 @@ Activations are rows [B * T, C] of T steps of B streams, channels last: f16 on C
 and a clamp to f16's range, because at the same speed f16 keeps 18 dB more of the waveform than bf16.
 What a layer needs of a stream's past lies in its slot's row of `history`; `new_history` receives
 the row of the next call, and nothing is written back before every layer has read.
+
+Words of the kernels: a tile is what a CTA makes, rows x columns. A slab is the input of its rows, with
+the steps before them that the taps reach, of one block of channels. Weights come in pieces of 64
+products (tap and channel) for 32 columns.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ _BLOCK = 64  # channels of a slab, unless all of them fit one
 _MAX_SINGLE_BLOCK = 112
 # Sums are split where few columns leave most of the device idle for one stream.
 _LONG_SUM, _MANY_COLUMNS = 3072, 3072
-_LINEAR_TILES = 16  # of weights, what the kernel for few rows holds
+_LINEAR_TILES = 16  # of weights and input: most that the kernel for few rows multiplies
 _FEW_ROWS = 8  # for which it holds little of the input
+_NUM_SMS = 132  # of an H200
 _SLABS_BYTES = 57344  # at most, so that two CTAs fit a multiprocessor
 _LINEAR_MAX_CTAS = 200  # beyond it the other kernel is faster (measured on an H200)
 
@@ -278,63 +283,42 @@ def _conv_cuda(
 
 
 def is_linear(rows: int, layer: Conv) -> bool:
-    """Whether few rows and one tap go through the kernel that waits least. It holds its input and
-    its weights whole, which leaves a multiprocessor room for one CTA of 64 rows."""
+    """Whether few rows and one tap go through the kernel that waits least."""
     num_tiles = layer.num_products // 64 // layer.num_splits
     has_pieces = layer.num_taps == 1 and layer.channels % _BLOCK == 0
-    num_ctas = -(-layer.num_columns // 32) * -(-rows // 64) * layer.num_splits
-    is_small = rows <= _FEW_ROWS or num_ctas <= _LINEAR_MAX_CTAS
+    is_small = rows <= _FEW_ROWS or math.prod(_linear_grid(rows, layer)) <= _LINEAR_MAX_CTAS
     if rows > 32 and layer.num_splits > 1:
         return False
     return has_pieces and num_tiles <= _LINEAR_TILES and is_small
 
 
-def takes_norm(rows: int, layer: Conv) -> bool:
-    """Whether the kernel for few rows of the layer can make the RMSNorm of its input too."""
-    return rows <= _FEW_ROWS and is_linear(rows, layer) and layer.num_splits == 1
+def _linear_grid(rows: int, layer: Conv) -> tuple[int, int, int]:
+    """CTAs of 32 columns and 8 or 64 rows; of a cluster, along a sum."""
+    return -(-layer.num_columns // 32), -(-rows // 64), layer.num_splits
 
 
-def linear_of_norm(
-    x: Tensor, norm: tuple[Tensor, float], layer: Conv, dtype: torch.dtype
-) -> Tensor:
-    """What the layer makes of the RMSNorm of x f32 [rows, C], rounded to `dtype`; on CUDA alone, where
-    `takes_norm`.
-
-    Args:
-        norm: its weight f32 [C] and epsilon.
-    """
-    assert takes_norm(len(x), layer) and x.dtype == torch.float32, (x.shape, x.dtype, layer)
-    halved = 2 if layer.activation == "swiglu" else 1
-    out = x.new_empty(len(x), layer.num_columns // halved, dtype=dtype)
-    ends = [layer.bias, layer.alpha, layer.inverse, None, None, out]
-    _launch_linear(x, layer, ends, (_ACTIVATIONS.index(layer.activation), 0), norm)
-    return out
+def linear_stages(rows: int, layer: Conv) -> int:
+    """Tiles of weights and input that a CTA has in flight: all, or if there are more CTAs of 64 rows
+    than multiprocessors, half of them, so that two share one. H200, 1024 -> 6144: 64 rows 14.9 -> 9.6
+    us; 1024 -> 3072, 128 rows 13.4 -> 9.1, and 64 rows, which are 96 CTAs, 7.5 with all, 8.1."""
+    num_ctas = math.prod(_linear_grid(rows, layer))
+    return _LINEAR_TILES if rows <= _FEW_ROWS or num_ctas <= _NUM_SMS else _LINEAR_TILES // 2
 
 
 def _launch_linear(
-    x: Tensor,
-    layer: Conv,
-    ends: list[Tensor | None],
-    kind: tuple[int, int],
-    norm: tuple[Tensor, float] | None = None,
+    x: Tensor, layer: Conv, ends: list[Tensor | None], kind: tuple[int, int]
 ) -> None:
-    rows = _FEW_ROWS if x.shape[0] <= _FEW_ROWS else 64
-    num_tiles = layer.num_products // 64 // layer.num_splits
+    rows, stages = _FEW_ROWS if len(x) <= _FEW_ROWS else 64, linear_stages(len(x), layer)
+    held = min(stages, layer.num_products // 64 // layer.num_splits)
     padding = (64 - rows) * 128  # read, whatever it is
     numbers = (x.shape[0], layer.channels, layer.num_columns, *kind, layer.num_splits)
-    weight, eps = norm or (None, 0.0)
     nvrtc.kernel(
-        "codec_linear.cu", "codec_linear", defines={"ROWS": rows, "NORM": int(norm is not None)}
+        "codec_linear.cu", "codec_linear", defines={"ROWS": rows, "STAGES": stages}
     ).launch(
-        (-(-layer.num_columns // 32), -(-x.shape[0] // rows), layer.num_splits),
+        _linear_grid(len(x), layer),
         (128,),
-        [
-            *(x, layer.weight, *ends),
-            *(*map(ctypes.c_int32, numbers), weight, ctypes.c_float(eps)),
-        ],
-        shared_bytes=1024
-        + 16 * _LINEAR_TILES
-        + max(num_tiles * (4096 + rows * 128) + padding, 4 * 64 * 40),
+        [x, layer.weight, *ends, *map(ctypes.c_int32, numbers)],
+        shared_bytes=1024 + 16 * stages + max(held * (4096 + rows * 128) + padding, 4 * 64 * 40),
         cluster=(1, 1, layer.num_splits),
     )
 

@@ -1,18 +1,16 @@
 // codec_conv for one tap and few rows: y = x * weight^T, where a launch takes as long as its waits.
-// All weights of a CTA are on their way before the kernel ahead has finished; all of its input
-// follows at once, and the products run without a wait between them.
+// A CTA makes ROWS rows of 32 columns. STAGES tiles of its weights, 64 products each, are on their way
+// before the kernel ahead has finished; as many of its input follow at once. If those are all, the
+// products run without a wait between them; else a tile's place takes the one STAGES further on.
 //
-// ROWS: 64, or 8, whose tensor-core rows 8 .. 63 read whatever follows and are never looked at.
-// NORM: x is f32, and each CTA makes its RMSNorm itself, the bits of codec_rms_norm.
+// ROWS: 64, or 8, whose tensor-core rows 8 .. 63 read whatever follows and are never looked at; of 8
+// rows all tiles are held.
 #define WARPGROUPS 1
 #define BN 32
 #define CB 64
-#define STAGES 16
 #ifndef ROWS
 #define ROWS 64
-#endif
-#ifndef NORM
-#define NORM 0
+#define STAGES 16
 #endif
 
 #include "codec_conv.cuh"
@@ -43,96 +41,82 @@ DEVICE void multiply_tile(float (&d)[BN / 2], u32 input, u32 weights) {
 }
 #endif
 
-#if NORM
-using Input = float;
-
-// The RMSNorm of x [count, channels] -> the input's tiles of 64 channels, as halves. Its sums have the
-// order of those of codec_rms_norm, which has as many threads.
-DEVICE void take_input(unsigned char* input, const float* x, const float* norm_weight, float eps,
-                       int count, int channels, int) {
-  constexpr int kMost = 1024 / kThreads;  // channels of a thread
-  __shared__ float parts[ROWS][kThreads / 32];
-  const int tid = threadIdx.x;
-  float v[ROWS][kMost], weight[kMost];
+// A tile of the input, 64 channels of `count` rows, begins to be copied.
+DEVICE void copy_tile(u32 to, const __half* from, int count, int channels) {
+  const int chunk = threadIdx.x % 8;
 #pragma unroll
-  for (int i = 0; i < kMost; i++) {
-    const int c = tid + i * kThreads;
-    weight[i] = c < channels ? norm_weight[c] : 0;
-#pragma unroll
-    for (int row = 0; row < ROWS; row++)
-      v[row][i] = row < count && c < channels ? x[row * channels + c] : 0;
+  for (int first = 0; first < ROWS; first += kThreads / 8) {
+    const int row = first + threadIdx.x / 8;
+    if (row < count)
+      copy16(to + row * 128 + (chunk ^ row % 8) * 16, from + i64(row) * channels + chunk * 8);
   }
-#pragma unroll
-  for (int row = 0; row < ROWS; row++) {
-    float squares = 0;
-#pragma unroll
-    for (int i = 0; i < kMost; i++) squares += v[row][i] * v[row][i];
-    squares = warp_sum(squares);
-    if (tid % 32 == 0) parts[row][tid / 32] = squares;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int row = 0; row < ROWS; row++) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kThreads / 32; i++) sum += parts[row][i];
-    const float scale = rsqrtf(sum / channels + eps);
-#pragma unroll
-    for (int i = 0; i < kMost; i++) {
-      const int c = tid + i * kThreads;
-      if (c >= channels) break;
-      const float value = fminf(fmaxf(v[row][i] * scale * weight[i], -65504.f), 65504.f);
-      const int at = c / 64 * kInputBytes + row * 128 + (c % 64 / 8 ^ row % 8) * 16 + c % 8 * 2;
-      *reinterpret_cast<__half*>(input + at) = __float2half_rn(value);
-    }
-  }
+  commit_copies();
 }
-#else
-using Input = __half;
 
-// The first num_tiles * 64 channels of x [count, channels] -> the input's tiles.
-DEVICE void take_input(unsigned char* input, const __half* x, const float*, float, int count,
-                       int channels, int num_tiles) {
+// All tiles of a few rows: no thread is idle.
+DEVICE void copy_rows(u32 to, const __half* from, int count, int channels, int num_tiles) {
   const int chunks = num_tiles * 8;
   for (int i = threadIdx.x; i < count * chunks; i += kThreads) {
     int row = i / chunks, chunk = i % chunks;
-    copy16(shared_address(input) + chunk / 8 * kInputBytes + row * 128 + (chunk % 8 ^ row % 8) * 16,
-           x + i64(row) * channels + chunk * 8);
+    copy16(to + chunk / 8 * kInputBytes + row * 128 + (chunk % 8 ^ row % 8) * 16,
+           from + i64(row) * channels + chunk * 8);
   }
   commit_copies();
-  wait_copies<0>();
 }
-#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads)
-    codec_linear(const Input* x, const __half* weight, const float* bias, const float* alpha,
+    codec_linear(const __half* x, const __half* weight, const float* bias, const float* alpha,
                  const float* inverse, const void* residual, void* raw, __half* out, int num_rows,
-                 int channels, int columns, int activation, int is_f32, int num_splits,
-                 const float* norm_weight, float eps) {
+                 int channels, int columns, int activation, int is_f32, int num_splits) {
   extern __shared__ unsigned char shared[];
   const int tid = threadIdx.x, rank = blockIdx.z;
   const int first_column = blockIdx.x * BN, first = blockIdx.y * ROWS;
   const int num_tiles = channels / 64 / num_splits, pitch = (columns + 31) / 32;
   const u32 base = shared_address(shared), tiles = (base + kBarrierBytes + 1023) & ~1023u;
-  const u32 input = tiles + num_tiles * kTileBytes;
+  const int held = min(num_tiles, STAGES);
+  const u32 input = tiles + held * kTileBytes;
   const WeightStream weights{
       base,  tiles, weight + (i64(rank * num_tiles) * pitch + blockIdx.x) * (kPieceBytes / 2), num_tiles,
       1,     pitch};
-  if (tid == 0) weights.start();  // num_tiles is at most STAGES
+  if (tid == 0) weights.start();
   wait_for_previous_kernels();
   let_next_kernel_start();
-  take_input(shared + (input - base), x + i64(first) * channels + rank * num_tiles * 64, norm_weight,
-             eps, min(ROWS, num_rows - first), channels, num_tiles);
+  const int count = min(ROWS, num_rows - first);
+  const __half* rows = x + i64(first) * channels + rank * num_tiles * 64;
+  if (ROWS == 8) copy_rows(input, rows, count, channels, num_tiles);
+  for (int k = 0; ROWS > 8 && k < held; k++)
+    copy_tile(input + k * kInputBytes, rows + k * 64, count, channels);
   float sums[BN / 2];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sums[i] = 0;
-  fence_async_proxy();
-  __syncthreads();
-  for (int k = 0; k < num_tiles; k++) {
-    weights.wait(k);
-    fence_registers();
-    multiply_tile(sums, input + k * kInputBytes, weights.tile(k));
-    finish_products();
+  if (num_tiles <= STAGES) {
+    wait_copies<0>();
+    fence_async_proxy();
+    __syncthreads();
+    for (int k = 0; k < num_tiles; k++) {
+      weights.wait(k);
+      fence_registers();
+      multiply_tile(sums, input + k * kInputBytes, weights.tile(k));
+      finish_products();
+    }
+  } else {
+    for (int k = 0; k < num_tiles; k++) {
+      wait_copies<STAGES - 2>();
+      fence_async_proxy();
+      wait_products<0>();
+      __syncthreads();  // tile k has come, and nobody needs the one before
+      const int next = k - 1 + STAGES;
+      if (k > 0 && next < num_tiles) {
+        if (tid == 0) weights.load(next);
+        copy_tile(input + next % STAGES * kInputBytes, rows + next * 64, count, channels);
+      } else {
+        commit_copies();
+      }
+      weights.wait(k);
+      fence_registers();
+      multiply_tile(sums, input + k % STAGES * kInputBytes, weights.tile(k));
+      finish_products();
+    }
   }
   wait_products<0>();
   __syncthreads();

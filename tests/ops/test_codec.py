@@ -6,7 +6,6 @@ from torch.nn import functional as F
 
 from ops import codec_conv as codec
 from ops import codec_unit as units
-from ops.codec import norm_linear, rms_norm
 from tests.ops.compiling import check_compiles
 
 
@@ -93,35 +92,24 @@ def test_few_rows_of_one_tap_have_a_kernel_of_their_own():
     assert not codec.is_linear(1, random_layer(96, 96, 1, 1)[1])  # not in pieces of 64 channels
 
 
-def test_only_the_linear_of_a_few_rows_makes_their_norm():
+def test_two_ctas_of_the_linear_share_an_sm_where_one_each_is_not_enough():
     _, layer = random_layer(1024, 3072, 1, 1)
-    assert codec.takes_norm(8, layer) and not codec.takes_norm(9, layer)
-    _, split = random_layer(3072, 1024, 1, 1)
-    assert split.num_splits > 1 and not codec.takes_norm(1, split)
-
-
-def test_norm_linear_is_the_norm_and_then_the_linear():
-    weight, layer = random_layer(128, 96, 1, 1)
-    x, scale = torch.randn(5, 128), torch.rand(128) + 0.5
-    want = F.linear(F.rms_norm(x, (128,), scale, 1e-5), weight[:, 0], layer.bias)
-    torch.testing.assert_close(norm_linear(x, scale, 1e-5, layer, torch.float32), want)
+    assert codec.linear_stages(8, layer) == codec.linear_stages(64, layer) == 16
+    assert codec.is_linear(128, layer) and codec.linear_stages(128, layer) == 8
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels", [128, 192, 1024])
-@pytest.mark.parametrize("rows", [1, 5, 8, 9])
-def test_norm_in_the_linear_changes_no_bit(channels, rows):
+@pytest.mark.parametrize("rows", [9, 64, 100, 128])
+def test_stages_of_the_linear_change_no_bit(rows, monkeypatch):
     generator = torch.Generator("cuda").manual_seed(rows)
-
-    def noise(*shape):
-        return torch.randn(*shape, device="cuda", generator=generator)
-
-    layer = codec.pack_conv(noise(6144, 1, channels) / 32, None, torch.float16, activation="swiglu")
-    x, scale = noise(rows, channels) * 3, noise(channels)
-    scale[0] = 1e6  # out of the range of halves
-    want = codec.conv(rms_norm(x, scale, 1e-5, torch.float16), layer).out
-    assert torch.equal(norm_linear(x, scale, 1e-5, layer, torch.float16), want)
-    assert want.isfinite().all() and want.abs().max() > 0.1
+    x, weight = (torch.randn(n, 1024, device="cuda", generator=generator) for n in (rows, 3072))
+    layer = codec.pack_conv(weight[:, None] / 32, None, torch.float16)
+    made = []
+    for stages in (16, 8, 3):
+        monkeypatch.setattr(codec, "linear_stages", lambda _rows, _layer, held=stages: held)
+        made.append(codec.conv(x.half(), layer).out)
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+    torch.testing.assert_close(made[0].float(), x @ weight.T / 32, atol=0.02, rtol=0.02)
 
 
 def test_pieces_of_weights_are_swizzled_as_the_tensor_cores_read_them():
@@ -137,7 +125,7 @@ def test_pieces_of_weights_are_swizzled_as_the_tensor_cores_read_them():
 
 def test_kernels_compile():
     convs = [codec.defines_of(tile, block) for tile in codec.TILES for block in (64, 96)]
-    linears = [{"ROWS": rows, "NORM": norm} for rows, norm in ((8, 0), (8, 1), (64, 0))]
+    linears = [{"ROWS": rows, "STAGES": stages} for rows, stages in ((8, 16), (64, 16), (64, 8))]
     tiles = [(units.unit_tile(rows, n), n) for n in units.CHANNELS for rows in (1, 1 << 20)]
     check_compiles(
         [
