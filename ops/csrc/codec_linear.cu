@@ -10,6 +10,8 @@
 #define CB 64
 #ifndef ROWS
 #define ROWS 64
+#endif
+#ifndef STAGES
 #define STAGES 16
 #endif
 
