@@ -3,6 +3,7 @@
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from numbers import Real
 
 from pydantic import ValidationError
 
@@ -17,8 +18,8 @@ def expect(is_valid: bool, param: str, got: object, expected: str) -> None:
 
 
 def is_from(least: float, value: object) -> bool:
-    """Whether it is a number, and not below `least`."""
-    return isinstance(value, int | float) and value >= least
+    """Whether it is a number, which one of numpy's is as well, and not below `least`."""
+    return isinstance(value, Real) and float(value) >= least
 
 
 def check_ssl_context(ssl_context: ssl.SSLContext | None) -> None:

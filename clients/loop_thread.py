@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from contextvars import copy_context
 from typing import Any, Self, TypeVar, cast
 
 from realtime.errors import ConnectionLost, PlosiveError, SessionError
@@ -93,7 +94,7 @@ class LoopThread:
 
 async def in_daemon_thread(function: Callable[[], T]) -> T:
     """Like `asyncio.to_thread`; but one that never returns keeps no program from ending."""
-    loop = asyncio.get_running_loop()
+    loop, context = asyncio.get_running_loop(), copy_context()
     outcome: asyncio.Future[T] = loop.create_future()
 
     def tell(result: T | None, error: BaseException | None) -> None:
@@ -108,7 +109,7 @@ async def in_daemon_thread(function: Callable[[], T]) -> T:
         result: T | None = None
         error: BaseException | None = None
         try:
-            result = function()
+            result = context.run(function)
         except BaseException as raised:  # noqa: BLE001 - raised where it is awaited
             error = raised
         with suppress(RuntimeError):  # the loop is closed

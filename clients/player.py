@@ -1,6 +1,7 @@
 """Plays what a session says, knows how much was heard, and falls silent at once."""
 
 import asyncio
+import math
 from collections.abc import Callable, Generator
 from contextlib import aclosing
 from functools import partial
@@ -44,12 +45,13 @@ class Player:
     ) -> None:
         is_device = device is None or hasattr(device, "start")
         expect(is_device, "device", device, "a device like SoundCard(), or None")
-        expect(is_from(0, buffer_ms), "buffer_ms", buffer_ms, "milliseconds from 0 on")
+        is_delay = is_from(0, buffer_ms) and buffer_ms < math.inf
+        expect(is_delay, "buffer_ms", buffer_ms, "milliseconds from 0 on")
         self._session = session
         self._device = device or SoundCard()
         self.sample_rate_hz = Decoder(session.format).sample_rate_hz
         self._buffer = PlayBuffer(
-            num_prebuffered=self.sample_rate_hz * buffer_ms // 1000,
+            num_prebuffered=int(self.sample_rate_hz * float(buffer_ms) // 1000),
             num_fade=self.sample_rate_hz * _FADE_MS // 1000,
         )
         self._playbacks: list[Playback] = []  # those that are not over

@@ -56,6 +56,7 @@ def save(path: Path | str, samples: Samples, sample_rate_hz: int) -> None:
     if not is_whole or not _MIN_HZ <= sample_rate_hz <= _MAX_HZ:
         expected = f"{_MIN_HZ:,} to {_MAX_HZ:,}, a whole number"
         raise ValueError(f"sample_rate_hz: got {sample_rate_hz!r}, expected {expected}")
+    sample_rate_hz = int(sample_rate_hz)  # numpy's are none to the encoder
     container_format, encoder, valid_hz = _FORMATS[path.suffix.lower()]
     file_hz = sample_rate_hz if valid_hz is None or sample_rate_hz in valid_hz else _RESAMPLED_HZ
     buffer = io.BytesIO()

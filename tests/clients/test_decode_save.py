@@ -158,6 +158,12 @@ def test_a_rate_that_is_no_whole_number_is_refused(tmp_path) -> None:
         save(tmp_path / "a.wav", np.zeros(960, np.float32), 24_000.0)
 
 
+@pytest.mark.parametrize("suffix", [".wav", ".ogg"])
+def test_a_rate_may_be_a_whole_number_of_numpy(tmp_path, suffix) -> None:
+    save(tmp_path / f"a{suffix}", np.zeros(960, np.float32), np.int64(24_000))
+    assert read(tmp_path / f"a{suffix}")[1] in (24_000, 48_000)
+
+
 def test_what_is_no_opus_is_said_without_a_number() -> None:
     with pytest.raises(ProtocolError, match="is not Opus: Invalid data found when"):
         Decoder(OPUS).decode(packet(1, 0, b"\xff", OPUS))

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from clients import ConnectionLost, ProtocolError, SessionError, connect
+from clients import ConnectionLost, ProtocolError, Reconnect, SessionError, connect
 from clients.devices import NullDevice, SoundCard
 from clients.player import Playback, Player
 from realtime.wire import (
@@ -46,8 +46,28 @@ async def is_received(playing: Playback) -> None:
     await asyncio.wait([playing._reader])
 
 
+@pytest.mark.parametrize("number", [np.int64(60), np.float32(60), np.uint8(60)])
+async def test_numbers_may_be_of_numpy(number) -> None:
+    policy = Reconnect(max_attempts=number, initial_delay_s=number)
+    async with (
+        scripted_server(talker) as server,
+        connect(server.url, open_timeout_s=number, reconnect=policy) as session,
+        Player(session, device := NullDevice(), buffer_ms=number) as player,
+    ):
+        await play_out(device, player.play("one"))
+        await session.interrupt(played_ms=number)
+    assert server.received[-1] == TurnCancel(turn_id=1, played_ms=60.0)
+
+
 @pytest.mark.parametrize(
-    "option", [{"device": 7}, {"buffer_ms": "60"}, {"buffer_ms": -1}, {"buffer_ms": float("nan")}]
+    "option",
+    [
+        {"device": 7},
+        {"buffer_ms": "60"},
+        {"buffer_ms": -1},
+        {"buffer_ms": float("nan")},
+        {"buffer_ms": float("inf")},
+    ],
 )
 async def test_what_no_player_can_be_made_of_is_refused_in_words(option) -> None:
     (name,) = option

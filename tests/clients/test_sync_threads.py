@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
 
 import pytest
 
@@ -78,6 +79,21 @@ def test_a_text_that_never_ends_keeps_no_program_from_ending() -> None:
             timeout=TIMEOUT_S,
         )
     assert (result.stdout, result.stderr) == ("left\n", "")
+
+
+def test_an_iterator_is_read_in_the_context_of_its_reader() -> None:
+    """As a web framework's request is, or the span of a trace."""
+    request = ContextVar("request", default="none")
+
+    def words() -> Iterator[str]:
+        for word in ("one", "two"):
+            yield f"{word} of {request.get()} "
+
+    with served(talker) as server, connect(server.url) as session:
+        request.set("seven")
+        assert list(session.say(words()))
+    said = [message.text for message in server.received if isinstance(message, TextAppend)]
+    assert said == ["one of seven ", "two of seven "]
 
 
 def test_a_session_is_of_the_process_that_opened_it() -> None:
