@@ -56,8 +56,13 @@ def key_headers(api_key: str | None) -> dict[str, str]:
 
 
 def without_password(url: str) -> str:
-    """For a message."""
-    return re.sub(r"//[^/@]*@", "//", url)
+    """For a message.
+
+    Example:
+        >>> without_password("http://user:p@ss@host:8765/a@b")
+        'http://host:8765/a@b'
+    """
+    return re.sub(r"^(\w+:)?//[^/?#]*@", r"\1//", url)
 
 
 def is_loopback(url: str) -> bool:
@@ -103,7 +108,8 @@ def _split(url: str) -> SplitResult:
     except (ValueError, AttributeError, TypeError):  # UnicodeError, of what no name can be, is one
         is_address = False
     if not is_address:
+        shown = without_password(url) if isinstance(url, str) else url
         raise ConnectionFailed(
-            f"{shorten(url)} is no server address; expected one like http://localhost:8765"
+            f"{shorten(shown)} is no server address; expected one like http://localhost:8765"
         )
     return parts

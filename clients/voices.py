@@ -7,7 +7,7 @@ import secrets
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from http.client import HTTPException
@@ -34,7 +34,7 @@ class Voice:
     duration_s: float = 0.0
     is_builtin: bool = False
     is_default: bool = False
-    warnings: Sequence[str] = ()  # of `add_voice`: what would make it a better one
+    warnings: tuple[str, ...] = ()  # of `add_voice`: what would make it a better one
 
 
 _VOICE = TypeAdapter(Voice)

@@ -29,7 +29,7 @@ from clients import (
     decode_turn,
     save,
 )
-from clients.address import DEFAULT_URL
+from clients.address import DEFAULT_URL, without_password
 from clients.decode import Samples
 from clients.devices import load_sounddevice
 from clients.explain import sentence
@@ -145,7 +145,7 @@ def _find_server(args: argparse.Namespace) -> str | None:
     if _wants_local(args):
         return None
     if url := os.environ.get("PLOSIVE_URL"):
-        _tell(f"using the server at {url} (PLOSIVE_URL)")
+        _tell(f"using the server at {without_password(url)} (PLOSIVE_URL)")
         return url
     if url := running_server():
         _tell(f"using the server at {url} (--local starts another)")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from clients import PlosiveError
-from clients.address import DEFAULT_URL
+from clients.address import DEFAULT_URL, without_password
 from clients.explain import sentence
 from clients.voices import Voice, add_voice, delete_voice, list_voices
 
@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.url:
         args.url = os.environ.get("PLOSIVE_URL") or DEFAULT_URL
         if args.url != DEFAULT_URL:
-            print(f"plosive voices: using the server at {args.url} (PLOSIVE_URL)", file=sys.stderr)
+            shown = without_password(args.url)
+            print(f"plosive voices: using the server at {shown} (PLOSIVE_URL)", file=sys.stderr)
     try:
         _run(args)
     except (PlosiveError, OSError) as error:

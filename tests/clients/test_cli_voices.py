@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from realtime.cli import voices
+from realtime.cli import say, voices
 from tests.clients.command_line import HOW_TO_GIVE_IT, MISSING_KEY, run
 from tests.clients.scripted_server import scripted_server, talker
 
@@ -19,6 +19,18 @@ def test_voices_names_the_variable_that_the_address_is_from(monkeypatch, capsys)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "plosive voices: using the server at localhost (PLOSIVE_URL)"
     assert "'localhost' is no server address" in second
+
+
+@pytest.mark.parametrize(("command", "args"), [(voices, []), (say, ["one", "--mute"])])
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "127.0.0.1:port"])
+def test_no_command_shows_the_password_of_an_address(
+    monkeypatch, capsys, command, args, address
+) -> None:
+    monkeypatch.setenv("PLOSIVE_URL", f"http://user:sec@ret@{address}")
+    assert run(command, *args) == 1
+    said = capsys.readouterr().err
+    assert f"using the server at http://{address} (PLOSIVE_URL)" in said
+    assert "sec" not in said and "ret" not in said and "user" not in said
 
 
 async def test_voices_list(capsys) -> None:

@@ -38,6 +38,12 @@ def test_this_machine_is_asked_without_a_proxy(monkeypatch) -> None:
         assert list_voices(url) == []
 
 
+def test_a_voice_that_was_added_can_be_a_key() -> None:
+    with answering(ok(b'{"name": "a", "warnings": ["it is short"]}')) as url:
+        voice = add_voice(url, "a", __file__, "text")
+    assert {voice: 1} == {Voice("a", warnings=("it is short",)): 1}
+
+
 def test_the_default_voice_is_marked_and_unknown_fields_are_ignored() -> None:
     body = b'{"default": "b", "new": 1, "voices": [{"name": "a", "new": 1}, {"name": "b"}]}'
     with answering(ok(body)) as url:
