@@ -233,7 +233,7 @@ _FEW_ROWS: dict[tuple[int, int], dict[int, Plan]] = {
 _WO, _DOWN, _CODE_HEAD, _SEMANTIC_HEAD = (2560, 4096), (2560, 9728), (4096, 2560), (4097, 2560)
 _MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
     ("bsfp8", 6144, 2560): {
-        64: WidePlan(64, 1, 1, 6, 5, split=2, blocks_per_sm=2, batch=2),
+        64: WidePlan(64, 1, 1, 6, 5, split=2, blocks_per_sm=2),
         128: WidePlan(96, 2, 1, 5, 5, split=2, batch=2, producers=128),
     },
     ("bsfp8", 19456, 2560): {
@@ -244,7 +244,7 @@ _MANY_ROWS: dict[tuple[Kind, int, int], dict[int, WidePlan]] = {
     },
     **{
         ("bsfp8", *shape): {
-            64: WidePlan(64, 1, 1, 6, 5, split=4, blocks_per_sm=2),
+            64: WidePlan(64, 1, 1, 6, 5, split=4, blocks_per_sm=2, batch=2),
             128: WidePlan(96, 2, 1, 5, 5, split=4, batch=2, producers=128),
         }
         for shape in (_WO, _DOWN)

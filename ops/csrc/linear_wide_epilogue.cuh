@@ -173,7 +173,7 @@ union Vector8 {
   __nv_bfloat162 pairs[4];
 };
 
-DEVICE bool is_whole(const Output& o) { return o.num_features % 8 == 0; }
+DEVICE bool is_whole(const Output& o) { return NORMS || o.num_features % 8 == 0; }
 
 // Residuals are on their way while the cluster meets.
 DEVICE void load_residuals(uint4 (&residuals)[kItems], const Output& o, int first, int rank,
@@ -199,17 +199,21 @@ DEVICE uint4 summed(const float4* exchange, const uint4& residuals, const Output
     sums[0] += low.x, sums[1] += low.y, sums[2] += low.z, sums[3] += low.w;
     sums[4] += high.x, sums[5] += high.y, sums[6] += high.z, sums[7] += high.w;
   }
-  const bf16* residuals_at = o.residual + static_cast<i64>(item.row) * o.residual_stride + item.feature;
   const int count = is_whole(o) ? 8 : min(8, o.num_features - item.feature);
   Vector8 residual = {residuals}, result;
+  if (o.bias != nullptr)
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (j >= count) break;
-    if (o.bias != nullptr) sums[j] += __bfloat162float(o.bias[item.feature + j]);
-    if (o.residual == nullptr) continue;
-    if (!is_whole(o)) residual.values[j] = residuals_at[j];
-    sums[j] = bf16_round(sums[j]) + __bfloat162float(residual.values[j]);
+    for (int j = 0; j < 8; ++j)
+      if (j < count) sums[j] += __bfloat162float(o.bias[item.feature + j]);
+  if (o.residual != nullptr && !is_whole(o)) {
+    const bf16* of_row = o.residual + static_cast<i64>(item.row) * o.residual_stride + item.feature;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (j < count) residual.values[j] = of_row[j];
   }
+  if (o.residual != nullptr)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[j] = bf16_round(sums[j]) + __bfloat162float(residual.values[j]);
 #pragma unroll
   for (int j = 0; j < 4; ++j) result.pairs[j] = __floats2bfloat162_rn(sums[2 * j], sums[2 * j + 1]);
   return result.vector;
