@@ -213,7 +213,7 @@ DEVICE void finish(const float (&acc)[COLS / 2], const bf16 (&residuals)[kPairs]
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
     linear(const __grid_constant__ TensorMap map, const u8* tiles, const float2* tile_scales,
-           const float* act_scales, Output output, int num_blocks, RowInput norm) {
+           const float* act_scales, Output output, int num_blocks, RowInput input) {
   extern __shared__ __align__(1024) u8 ring[];
   const int most_blocks = (num_blocks + SPLIT - 1) / SPLIT;
   u8* operand = OWN_ROWS ? ring + STAGES * kStageBytes : ring + kWeightBytes;
@@ -256,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS_PER_SM)
                 i / WARPGROUPS);
 #if OWN_ROWS
   float* sums = reinterpret_cast<float*>(block_scales + (IS_FP8 ? most_blocks * WARPGROUPS : 0));
-  make_rows(operand, scales, sums, norm, begin, end, thread);
+  make_rows(operand, scales, sums, input, begin, end, thread);
 #endif
   wait_for_previous_kernels();
   bf16 residuals[kPairs][2] = {};
