@@ -1,10 +1,9 @@
 // codec_conv for one tap and few rows: y = x * weight^T, where a launch takes as long as its waits.
 // A CTA makes ROWS rows of 32 columns. STAGES tiles of its weights, 64 products each, are on their way
-// before the kernel ahead has finished; as many of its input follow at once. If those are all, the
-// products run without a wait between them; else a tile's place takes the one STAGES further on.
+// before the kernel ahead has finished; as many of its input follow at once. 16 are all there are: the
+// products run without a wait between them. Of fewer, a tile's place takes the one STAGES further on.
 //
-// ROWS: 64, or 8, whose tensor-core rows 8 .. 63 read whatever follows and are never looked at; of 8
-// rows all tiles are held.
+// ROWS: 64, or 8, whose tensor-core rows 8 .. 63 read whatever follows and are never looked at.
 #define WARPGROUPS 1
 #define BN 32
 #define CB 64
@@ -85,41 +84,41 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   let_next_kernel_start();
   const int count = min(ROWS, num_rows - first);
   const __half* rows = x + i64(first) * channels + rank * num_tiles * 64;
-  if (ROWS == 8) copy_rows(input, rows, count, channels, num_tiles);
-  for (int k = 0; ROWS > 8 && k < held; k++)
-    copy_tile(input + k * kInputBytes, rows + k * 64, count, channels);
   float sums[BN / 2];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sums[i] = 0;
-  if (num_tiles <= STAGES) {
-    wait_copies<0>();
-    fence_async_proxy();
-    __syncthreads();
-    for (int k = 0; k < num_tiles; k++) {
-      weights.wait(k);
-      fence_registers();
-      multiply_tile(sums, input + k * kInputBytes, weights.tile(k));
-      finish_products();
-    }
-  } else {
-    for (int k = 0; k < num_tiles; k++) {
-      wait_copies<STAGES - 2>();
-      fence_async_proxy();
-      wait_products<0>();
-      __syncthreads();  // tile k has come, and nobody needs the one before
-      const int next = k - 1 + STAGES;
-      if (k > 0 && next < num_tiles) {
-        if (tid == 0) weights.load(next);
-        copy_tile(input + next % STAGES * kInputBytes, rows + next * 64, count, channels);
-      } else {
-        commit_copies();
-      }
-      weights.wait(k);
-      fence_registers();
-      multiply_tile(sums, input + k % STAGES * kInputBytes, weights.tile(k));
-      finish_products();
-    }
+#if STAGES == 16
+  copy_rows(input, rows, count, channels, num_tiles);
+  wait_copies<0>();
+  fence_async_proxy();
+  __syncthreads();
+  for (int k = 0; k < num_tiles; k++) {
+    weights.wait(k);
+    fence_registers();
+    multiply_tile(sums, input + k * kInputBytes, weights.tile(k));
+    finish_products();
   }
+#else
+  for (int k = 0; k < STAGES; k++)
+    copy_tile(input + k * kInputBytes, rows + k * 64, k < num_tiles ? count : 0, channels);
+  for (int k = 0; k < num_tiles; k++) {
+    wait_copies<STAGES - 2>();
+    fence_async_proxy();
+    wait_products<0>();
+    __syncthreads();  // tile k has come, and nobody needs the one before
+    const int next = k - 1 + STAGES;
+    if (k > 0 && next < num_tiles) {
+      if (tid == 0) weights.load(next);
+      copy_tile(input + next % STAGES * kInputBytes, rows + next * 64, count, channels);
+    } else {
+      commit_copies();
+    }
+    weights.wait(k);
+    fence_registers();
+    multiply_tile(sums, input + k % STAGES * kInputBytes, weights.tile(k));
+    finish_products();
+  }
+#endif
   wait_products<0>();
   __syncthreads();
 
