@@ -28,7 +28,7 @@ _BLOCK = 64  # channels of a slab, unless all of them fit one
 _MAX_SINGLE_BLOCK = 112
 # Sums are split where few columns leave most of the device idle for one stream.
 _LONG_SUM, _MANY_COLUMNS = 3072, 3072
-_LINEAR_TILES = 16  # of weights and input: most that the kernel for few rows multiplies
+_LINEAR_TILES = 16  # of weights and input: most that the kernel for few rows multiplies, or holds
 _FEW_ROWS = 8  # for which it holds little of the input
 _NUM_SMS = 132  # of an H200
 _SLABS_BYTES = 57344  # at most, so that two CTAs fit a multiprocessor
