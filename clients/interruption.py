@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clients.turn import Turn
+from realtime.errors import ConnectionLost
 from realtime.wire import TurnCancelled
 
 
@@ -32,14 +33,16 @@ async def interrupt(turns: Sequence[tuple[Turn, float | None]]) -> Interruption:
     failed has no account.
 
     Raises:
+        ConnectionLost: before all accounts came.
         PlosiveError: what ended them otherwise, if it ended all.
     """
     cancels = [turn.cancel(played_ms) for turn, played_ms in reversed(turns)]
     ends = (await asyncio.gather(*cancels, return_exceptions=True))[::-1]
     accounts = [end for end in ends if isinstance(end, TurnCancelled)]
     failures = [end for end in ends if isinstance(end, BaseException)]
-    if failures and not accounts:
-        raise failures[0]
+    for failure in failures:
+        if not accounts or isinstance(failure, ConnectionLost):
+            raise failure
     return Interruption(tuple(accounts))
 
 

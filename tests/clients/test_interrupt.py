@@ -101,6 +101,28 @@ async def test_a_turn_that_was_refused_takes_no_account_from_the_others() -> Non
             await anext(turns[1])
 
 
+async def test_a_connection_that_is_lost_before_all_accounts_came_is_no_account() -> None:
+    """What was heard of the first turn would be missing from it."""
+
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        for _ in range(2):
+            await peer.expect(TextAppend)
+        for _ in range(2):
+            await peer.expect(TurnCancel)
+        await peer.send(
+            TurnCancelled(turn_id=2, spoken_text="", remaining_text="Two. ", played_ms=0.0)
+        )
+        await peer.socket.close(1011)
+
+    async with session_with(script) as session:
+        turns = [session.turn() for _ in range(2)]
+        for turn in turns:
+            await turn.append("One. ")
+        with pytest.raises(ConnectionLost, match="of turn 1"):
+            await session.interrupt(played_ms=40.0)
+
+
 async def test_a_loop_that_was_left_leaves_the_account_to_interrupt() -> None:
     async with session_with(heard_of_the_first) as session:
         async with aclosing(aiter(session.say("One. Two."))) as packets:
