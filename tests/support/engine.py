@@ -1,6 +1,6 @@
 """A tiny speech model with random weights, and a recorder for what an engine says."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -144,6 +144,13 @@ def speak(
     return recorder.pcm(slot, turn_id)
 
 
+def wait_for_ends(recorder: Recorder, slots: Iterable[SlotRef], turn_id: int = 0) -> None:
+    """Of a turn of each slot, in whatever order they come: what is waited past is gone."""
+    speaking = set(slots)
+    while speaking:
+        speaking.discard(recorder.wait(TurnEnd, lambda end: end.turn_id == turn_id).slot)
+
+
 def speak_together(
     engine: PingPongEngine, recorder: Recorder, slots: list[SlotRef]
 ) -> list[np.ndarray]:
@@ -151,9 +158,7 @@ def speak_together(
     for turn in range(2):
         for i, slot in enumerate(slots):
             start_turn(engine, slot, turn, TEXTS[i], TEXTS[(i + turn) % len(TEXTS)])
-        ended: set[SlotRef] = set()
-        while len(ended) < len(slots):
-            ended.add(recorder.wait(TurnEnd, lambda end, turn=turn: end.turn_id == turn).slot)
+        wait_for_ends(recorder, slots, turn)
     return [recorder.pcm(slot, turn) for slot in slots for turn in range(2)]
 
 

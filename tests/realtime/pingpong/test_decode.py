@@ -22,6 +22,7 @@ from tests.support.engine import (
     start_turn,
     tiny_model,
     voice,
+    wait_for_ends,
 )
 
 TEXTS = ("hello there.", "and some more of it.", "the end!")
@@ -131,8 +132,7 @@ def test_streams_that_join_together_are_one_write(monkeypatch: pytest.MonkeyPatc
         assert is_patched.wait(10)
         for slot in slots:
             start_turn(engine, slot, 0, "hello.")
-        for slot in slots:
-            recorder.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
+        wait_for_ends(recorder, slots)
     assert sizes == [4]
 
 
@@ -148,8 +148,7 @@ def test_the_device_is_told_the_slots_only_when_they_change(
         )
         for slot in slots:
             start_turn(engine, slot, 0, *TEXTS)
-        for slot in slots:
-            recorder.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
+        wait_for_ends(recorder, slots)
         num_steps = engine._decode.num_steps
     assert all(a != b for a, b in zip(uploads, uploads[1:], strict=False))
     assert len(uploads) < num_steps / 2
@@ -191,8 +190,8 @@ def test_an_engine_of_512_slots() -> None:
         assert slots[-1].idx == 39 and engine.info.num_slots == 512
         for slot in slots:
             start_turn(engine, slot, 0, *TEXTS)
+        wait_for_ends(recorder, slots)
         for slot in slots:
-            recorder.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
             np.testing.assert_array_equal(recorder.pcm(slot, 0), expected)
         stats = engine.stats()
     assert stats["weight_bytes"] > 0 and stats["kv_bytes"] > 0
@@ -231,8 +230,7 @@ def test_cuda_the_loop_never_waits_and_graphs_say_what_eager_frames_say(monkeypa
             slots = [open_slot(engine, recorder, seed=seed) for seed in range(5)]
             for slot in slots:
                 start_turn(engine, slot, 0, *TEXTS)
-            for slot in slots:
-                recorder.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
+            wait_for_ends(recorder, slots)
             assert all(len(recorder.pcm(slot, 0)) for slot in slots)
             # One at a time: who is in a batch depends on time, and bits on the size of the batch.
             results[is_captured] = [speak(engine, recorder, slot, 1, *TEXTS) for slot in slots]
@@ -276,8 +274,7 @@ def test_cuda_512_slots_speak() -> None:
         slots = [open_slot(engine, rec, seed=5) for _ in range(300)]
         for slot in slots:
             start_turn(engine, slot, 0, "hello.")
-        for slot in slots:
-            rec.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
+        wait_for_ends(rec, slots)
         lengths = {len(rec.pcm(slot, 0)) for slot in slots}
         stats = engine.stats()
     print(f"\n| 512 slots | lengths {lengths} | graphs {stats['graph_bytes'] / 2**20:.0f} MiB")

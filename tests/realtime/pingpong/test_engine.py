@@ -34,6 +34,7 @@ from tests.support.engine import (
     start_turn,
     tiny_model,
     voice,
+    wait_for_ends,
 )
 from tests.support.waiting import wait_until
 
@@ -337,8 +338,7 @@ def codes_said(num_streams: int, *, in_order: bool, is_captured: bool) -> dict[t
         slots = [open_slot(engine, rec, seed=5 + i) for i in range(num_streams)]
         for slot in slots:
             start_turn(engine, slot, 0, "hello there.", "and more.")
-        for slot in slots:
-            rec.wait(TurnEnd, lambda event, slot=slot: event.slot == slot)
+        wait_for_ends(rec, slots)
     return said
 
 
