@@ -68,8 +68,13 @@ class LoopThread:
             raise _closed()
         return tasks[0].result()
 
+    @property
+    def is_of_a_parent(self) -> bool:
+        """This process was forked while the block lasted; it runs in the parent alone."""
+        return os.getpid() != self._process_id
+
     def _refusal(self) -> PlosiveError | None:
-        if os.getpid() != self._process_id:
+        if self.is_of_a_parent:
             why = "a session belongs to the process that opened it; connect() again after a fork"
             return SessionError("other_process", why)
         if threading.current_thread() is self._thread:

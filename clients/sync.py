@@ -71,7 +71,8 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        if not self.loop.is_of_a_parent:
+            self._opened.close()
 
     @property
     def ready(self) -> SessionReady:

@@ -111,3 +111,17 @@ def test_a_session_is_of_the_process_that_opened_it() -> None:
             assert said.read() == "other_process"
         os.waitpid(child, 0)
         assert list(session.say("one"))
+
+
+def test_a_forked_process_may_leave_the_blocks_of_its_parent() -> None:
+    with served(talker) as server, connect(server.url) as session:
+        if not (child := os.fork()):
+            try:
+                with session:
+                    sys.exit(7)
+            except SystemExit as left:
+                os._exit(int(str(left)))
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert list(session.say("one"))
