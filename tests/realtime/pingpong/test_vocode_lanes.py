@@ -157,3 +157,25 @@ def test_both_lanes_lose_nothing_and_mix_nothing(monkeypatch, seed):
         check(bench, speaker)
     assert sum(isinstance(event, TurnEnd) for event in bench.events) > NUM_SLOTS
     assert 8 in bench.codec.chunks
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_thread_never_sleeps_while_somebody_waits(monkeypatch, seed):
+    """It sleeps as long as it says, by a clock of the test's, until all is said."""
+    rng, now_ns = random.Random(seed), [10**12]
+    bench = LateBench(monkeypatch, rng)
+    monkeypatch.setattr(vocode.time, "perf_counter_ns", lambda: now_ns[0])
+    speakers = [Speaker(bench) for _ in range(NUM_SLOTS)]
+    for _ in range(NUM_ACTIONS // 4):
+        act(bench, speakers)
+        now_ns[0] += rng.choice([0, 10**6, 10**7, 10**8])
+    take(bench, speakers, is_last=seed % 2 == 1)  # else turns go on, but no frame comes
+    for voice in bench.loop._voices:
+        voice.clock.play_end_ns = min(voice.clock.play_end_ns, now_ns[0] + 10**9)
+    for _ in range(3000):
+        wait_s = bench.advance()
+        if wait_s is None:
+            break
+        now_ns[0] += round(wait_s * 1e9)
+    assert wait_s is None
+    assert not any(voice.queue or voice.held for voice in bench.loop._voices)
