@@ -37,7 +37,7 @@ class Session:
     ready_ms: float  # connect() called -> session.ready
 
     def __init__(self, open_link: OpenLink, start: SessionStart, reconnect: Reconnect) -> None:
-        self.warnings: deque[Warn] = deque(maxlen=100)  # those that belong to no turn
+        self.warnings: deque[Warn] = deque(maxlen=100)  # of no turn; see `Turn.warnings`
         self.num_reconnects = 0
         self._open_link = open_link
         self._start = start

@@ -16,7 +16,13 @@ class Speech:
     """A turn that says a text: iterate it for its packets. Made by `Session.say`.
 
     The text is sent when iteration begins, and while audio is read. Leaving the loop early cancels
-    the turn. `turn` has the timings and the server's metrics.
+    the turn. `turn` has the timings, the server's metrics and its warnings: that words were left out,
+    say, or that there was nothing to speak.
+
+    Example:
+        packets = [packet async for packet in speech]
+        for warning in speech.turn.warnings:
+            print(warning.code, warning.message)
     """
 
     def __init__(self, turn: Turn, text: TextSource) -> None:

@@ -91,7 +91,7 @@ class Session:
 
     @property
     def warnings(self) -> deque[Warn]:
-        """Those that belong to no turn."""
+        """Those that belong to no turn; `Turn.warnings` has the others."""
         return self.asynchronous.warnings
 
     def turn(self) -> "Turn":
@@ -172,6 +172,11 @@ class Turn:
         return self.asynchronous.metrics
 
     @property
+    def warnings(self) -> list[Warn]:
+        """What the server found wrong with its text, so far."""
+        return self.asynchronous.warnings
+
+    @property
     def is_over(self) -> bool:
         """Done, cancelled or failed: no audio comes any more."""
         return self.asynchronous.is_over
@@ -210,7 +215,7 @@ class Turn:
 class Speech:
     """A turn that says a text: iterate it for its packets. Made by `Session.say`.
 
-    Leaving the loop early cancels the turn.
+    Leaving the loop early cancels the turn. `turn` has the timings, the metrics and the warnings.
     """
 
     def __init__(self, turn: Turn, text: TextSource) -> None:

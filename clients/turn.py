@@ -23,6 +23,7 @@ from realtime.wire import (
     TurnCancelled,
     TurnDone,
     TurnMetrics,
+    Warn,
 )
 
 # A server never runs further ahead of playback than the largest `max_lead_ms`, so a consumer that
@@ -77,7 +78,7 @@ class Turn:
 
     Iterating gives `TurnStarted`, `AudioPacket`, `TurnText`, `Warn` and, last, exactly one of
     `TurnDone` and `TurnCancelled`; any other end raises. As a context manager it cancels what is
-    not over when the block is left.
+    not over when the block is left. `warnings` keeps every `Warn`, also for who reads only audio.
 
     Example:
         async with session.turn() as turn:
@@ -96,6 +97,7 @@ class Turn:
         self.turn_id: int | None = None  # given with the first text: that is the turns' order
         self.timings = Timings()
         self.metrics: TurnMetrics | None = None  # the server's account, from the turn's end on
+        self.warnings: list[Warn] = []  # what the server found wrong with its text, so far
         self.opened_s: float | None = None  # when it got its id
         self._open_channel = open_channel
         self._channel: Channel | None = None
@@ -231,6 +233,8 @@ class Turn:
         match event:
             case AudioPacket():
                 self.timings.packets_s.append(now_s)
+            case Warn():
+                self.warnings.append(event)
             case TurnDone(metrics=metrics):
                 self.metrics = metrics
                 self.timings.over_s = now_s

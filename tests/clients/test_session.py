@@ -268,3 +268,13 @@ async def test_a_speech_is_said_once() -> None:
         with pytest.raises(SessionError, match="said already"):
             async for _ in speech:
                 pass
+
+
+async def test_who_reads_only_packets_finds_the_warnings_on_the_turn() -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        speech = session.say("What?!")
+        assert [packet async for packet in speech]
+        assert [warning.code for warning in speech.turn.warnings] == ["odd_text"]
+        other = session.say("Well.")
+        assert [packet async for packet in other]
+        assert not other.turn.warnings and not session.warnings

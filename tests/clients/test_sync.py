@@ -60,7 +60,9 @@ def test_say() -> None:
         assert speech.turn.timings.ttfa_ms is not None and speech.turn.is_over
         samples, sample_rate_hz = decode_turn(packets, session.format, metrics.num_samples)
         assert len(samples) == sample_rate_hz * 60 * 3 // 1000
-        assert not session.warnings
+        assert not session.warnings and not speech.turn.warnings
+        odd = session.say("What?!")
+        assert list(odd) and [warning.code for warning in odd.turn.warnings] == ["odd_text"]
 
 
 def test_say_reads_an_iterator_that_blocks_without_holding_up_the_session() -> None:
