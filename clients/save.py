@@ -7,6 +7,7 @@ import av
 import numpy as np
 
 from clients.decode import Samples, to_int16
+from realtime.errors import SessionError
 
 # suffix -> container, encoder, sample rates that the encoder takes (None: any)
 _FORMATS: dict[str, tuple[str, str, tuple[int, ...] | None]] = {
@@ -42,16 +43,20 @@ def save(path: Path | str, samples: Samples, sample_rate_hz: int) -> None:
         save("hello.wav", samples, sample_rate_hz)
 
     Raises:
+        SessionError: `no_audio`, no samples at all: `Turn.warnings` says why a turn had none.
         ValueError: unknown suffix, or samples or a rate that no audio has.
         OSError: the file cannot be written.
     """
     path = Path(path)
     check_suffix(path)
     samples = np.asarray(samples)
-    is_audio = samples.dtype.kind == "f" and samples.ndim == 1 and len(samples) > 0
+    if samples.shape == (0,):
+        why = f"{path.name} would be empty: there are no samples. turn.warnings says why a turn had none"
+        raise SessionError("no_audio", why)
+    is_audio = samples.dtype.kind == "f" and samples.ndim == 1
     if not is_audio or not np.isfinite(samples).all():
         got = f"{samples.dtype} {list(samples.shape)}"
-        raise ValueError(f"samples: got {got}, expected finite f32 [num_samples], one or more")
+        raise ValueError(f"samples: got {got}, expected finite f32 [num_samples]")
     is_whole = isinstance(sample_rate_hz, int | np.integer)
     if not is_whole or not _MIN_HZ <= sample_rate_hz <= _MAX_HZ:
         expected = f"{_MIN_HZ:,} to {_MAX_HZ:,}, a whole number"

@@ -6,16 +6,18 @@ import av
 import numpy as np
 import pytest
 
-from clients import Decoder, ProtocolError, decode_turn, save, to_int16
+from clients import Decoder, ProtocolError, SessionError, Warn, decode_turn, save, to_int16
 from realtime.wire import EffectiveFormat
 from tests.clients.scripted_server import (
     OPUS,
     PACKET_SAMPLES,
     PCM,
     SAMPLE_RATE_HZ,
+    Peer,
     opus_payloads,
     packet,
     pcm_payloads,
+    session_with,
     tone,
 )
 
@@ -140,7 +142,7 @@ def test_a_rate_that_no_audio_has_is_refused(tmp_path, suffix, rate_hz) -> None:
 @pytest.mark.parametrize(
     ("samples", "got"),
     [
-        (np.zeros(0, np.float32), r"float32 \[0\]"),
+        (np.zeros((2, 0), np.float32), r"float32 \[2, 0\]"),
         (np.zeros((2, 960), np.float32), r"float32 \[2, 960\]"),
         (np.zeros(960, np.int16), r"int16 \[960\]"),
         (np.full(960, np.nan, np.float32), r"float32 \[960\]"),
@@ -150,6 +152,24 @@ def test_a_rate_that_no_audio_has_is_refused(tmp_path, suffix, rate_hz) -> None:
 def test_samples_that_are_no_audio_are_refused(tmp_path, samples, got) -> None:
     with pytest.raises(ValueError, match=f"samples: got {got}, expected finite f32"):
         save(tmp_path / "a.ogg", samples, 24_000)
+    assert not list(tmp_path.iterdir())
+
+
+async def test_a_turn_without_audio_is_not_saved_and_says_where_the_reason_is(tmp_path) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.accept()
+        await peer.expect_turn()
+        await peer.send(Warn(code="nothing_to_speak", message="no words", turn_id=1))
+        await peer.done(1, 0)
+
+    async with session_with(script) as session:
+        speech = session.say("\N{SLIGHTLY SMILING FACE}")
+        packets = [packet async for packet in speech]
+        samples, sample_rate_hz = decode_turn(packets, session.format, 0)
+        why = "no_audio: a.wav would be empty: there are no samples. turn.warnings says why"
+        with pytest.raises(SessionError, match=why):
+            save(tmp_path / "a.wav", samples, sample_rate_hz)
+        assert [warning.code for warning in speech.turn.warnings] == ["nothing_to_speak"]
     assert not list(tmp_path.iterdir())
 
 
