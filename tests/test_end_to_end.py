@@ -130,6 +130,15 @@ async def test_barge_in_returns_what_was_heard_and_the_next_turn_speaks(url: str
         assert packets and packets[-1].is_last and packets[0].seq == 0
 
 
+async def test_a_sign_at_the_end_is_not_said_to_be_all_of_the_text(url: str) -> None:
+    """It is a segment of its own."""
+    said = await say(url, "Hello there, my friend. 🙂")
+    assert loudness(said.samples) > 0.01
+    assert [warning.message for warning in said.warnings] == ["left out, without a reading: '🙂'"]
+    alone = await say(url, "🙂")
+    assert [warning.code for warning in alone.warnings] == ["text_changed", "nothing_to_speak"]
+
+
 @pytest.mark.parametrize("text", ["", "   ", "...", "🙂", "\u200f\u200e", "\x00\x00", "\ud800"])
 async def test_nothing_to_say_ends_with_a_warning_not_with_silence(url: str, text: str) -> None:
     said = await say(url, text)

@@ -8,8 +8,6 @@ from model.text.normalize import Normalizer
 from model.text.phonemes import Pronouncer
 from model.text.spelled import shown
 
-NOTHING_TO_SAY = "nothing to say: the text has no words"
-
 
 @dataclass(frozen=True)
 class SpokenText:
@@ -41,5 +39,5 @@ class EnglishFrontEnd:
         words = self._normalize(text, warnings)
         phonemes = self._pronounce(words) if any(c.isalpha() for c in words) else ""
         if not any(c.isalpha() for c in phonemes):
-            return SpokenText("", "", (*warnings.told(), NOTHING_TO_SAY))
+            return SpokenText("", "", warnings.told())
         return SpokenText(phonemes, shown(words), warnings.told())

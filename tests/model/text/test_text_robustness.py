@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.text import EnglishFrontEnd, SpokenText
-from model.text.front_end import NOTHING_TO_SAY
 from model.text.phonemes import ALPHABET
 
 read = EnglishFrontEnd()
@@ -23,7 +22,6 @@ def check(text: str) -> SpokenText:
     assert set(spoken.words) <= SHOWN
     assert not any(c.isdigit() for c in spoken.words)
     assert bool(spoken.phonemes) == bool(spoken.words)
-    assert spoken.phonemes or spoken.warnings[-1] == NOTHING_TO_SAY
     for warning in spoken.warnings:
         warning.encode("utf-8")
         assert warning.isprintable()
@@ -79,8 +77,9 @@ def test_long_text() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t", "...", "?!", "—", "()", "**", "____", "\u200b"])
-def test_nothing_to_say(text: str) -> None:
-    assert read(text) == SpokenText("", "", (NOTHING_TO_SAY,))
+def test_signs_alone_are_silent(text: str) -> None:
+    """Whether anything is said at all is told of the whole turn, by the session."""
+    assert read(text) == SpokenText("", "", ())
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_what_is_not_heard_is_told(text: str, words: str, warning: str) -> None:
 
 
 def test_emoji_alone_is_told() -> None:
-    assert read("👍🏽").warnings == ("left out, without a reading: '👍'", NOTHING_TO_SAY)
+    assert read("👍🏽").warnings == ("left out, without a reading: '👍'",)
 
 
 TURNS = [
