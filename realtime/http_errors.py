@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from realtime.connection import INTERNAL_ERROR
 from realtime.errors import HTTP_STATUS, CapacityError, PlosiveError, fault
@@ -20,6 +21,7 @@ from realtime.wire import PATH
 
 Shape = Callable[[int, PlosiveError], object]  # status, error -> JSON body
 
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -70,11 +72,14 @@ class HttpErrors:
             if error.status_code == 404:
                 asked = f"{request.method} {request.url.path[:200]}"
                 message = f"there is no {asked}; sessions are a WebSocket at {PATH}"
-            elif allowed := (error.headers or {}).get("Allow"):
-                message = f"{request.method} is not possible there; {allowed} is"
+            headers = dict(error.headers or {})
+            if "Allow" in headers and (allowed := _methods(request)):
+                verb = "are" if len(allowed) > 1 else "is"
+                message = f"{request.method} is not possible there; {' and '.join(allowed)} {verb}"
+                headers["Allow"] = ", ".join(allowed)
             refusal = PlosiveError(code, message)
             return self.respond(
-                request.url.path, refusal, status=error.status_code, headers=error.headers
+                request.url.path, refusal, status=error.status_code, headers=headers
             )
 
         @app.exception_handler(ClientDisconnect)
@@ -91,6 +96,16 @@ class HttpErrors:
             if path.startswith(beginning):
                 return shape
         return native_shape
+
+
+def _methods(request: Request) -> list[str]:
+    """All that the path takes: the error itself names those of its first route."""
+    asked = ((method, dict(request.scope, method=method)) for method in _METHODS)
+    return [
+        method
+        for method, scope in asked
+        if any(route.matches(scope)[0] == Match.FULL for route in request.app.routes)
+    ]
 
 
 def _headers(error: PlosiveError) -> dict[str, str]:

@@ -79,7 +79,11 @@ class VoiceRoutes:
             why = f"got the form fields {got}, expected name, text and file"
             raise VoiceError("invalid_voice", why)
         if not isinstance(clip, UploadFile):
-            why = f"file: got {shorten(clip)}, expected the clip as a file"
+            if clip is None:
+                got = f"got the form fields {shorten(', '.join(form))} without it"
+            else:
+                got = f"got {shorten(clip)}"
+            why = f"file: {got}, expected the clip as a file"
             raise VoiceError("invalid_clip", why, param="file")
         self._voices.check_addable(name, text)
         return name, text, await clip.read()

@@ -254,6 +254,10 @@ async def test_forms_that_cannot_be_used(tmp_path: Path) -> None:
             "file: got 'z', expected the clip as a file"
             in (await http.post("/v1/voices", data=form)).text
         )
+        form = {"name": "x", "text": "y"}
+        misnamed = await http.post("/v1/voices", data=form, files={"clip": clip()})
+        why = "file: got the form fields 'name, text, clip' without it, expected the clip as a file"
+        assert misnamed.json()["error"]["message"] == why
         for response, status, code in (
             (await add(http, name="../x"), 400, "invalid_voice"),
             (await add(http, text=""), 400, "invalid_voice"),
@@ -267,6 +271,19 @@ async def test_forms_that_cannot_be_used(tmp_path: Path) -> None:
             error: dict[str, Any] = response.json()["error"]
             assert error["code"] == code
             assert response.status_code == (422 if code == "invalid_clip" else status)
+
+
+async def test_all_methods_of_the_path_are_named(tmp_path: Path) -> None:
+    async with serving(tmp_path) as served, served.http() as http:
+        for path, method, allowed, said in (
+            ("/v1/voices", "PUT", "GET, POST", "GET and POST are"),
+            ("/v1/voices", "OPTIONS", "GET, POST", "GET and POST are"),
+            ("/v1/voices/x", "GET", "DELETE", "DELETE is"),
+        ):
+            response = await http.request(method, path)
+            assert (response.status_code, response.headers["Allow"]) == (405, allowed)
+            why = f"{method} is not possible there; {said}"
+            assert response.json()["error"]["message"] == why
 
 
 async def test_an_endless_upload_is_cut(tmp_path: Path) -> None:
