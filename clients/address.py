@@ -6,12 +6,26 @@ import ssl
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 from urllib.request import BaseHandler, HTTPSHandler, OpenerDirector, ProxyHandler, build_opener
 
-from realtime.errors import ConnectionFailed, shorten
+from realtime.errors import CapacityError, ConnectionFailed, shorten
 from realtime.wire import PATH
 
 _SECURE = {"http": False, "ws": False, "https": True, "wss": True}
 DEFAULT_URL = "http://127.0.0.1:8765"  # where `plosive serve` listens unless it is told otherwise
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_FULL = ("at_capacity", "too_many_sessions", "text_rate_exceeded")
+
+
+class ServerFull(ConnectionFailed, CapacityError):
+    """A refusal over HTTP because all slots are taken, or a client has as many as it may: a
+    CapacityError that has the `status` of a ConnectionFailed, and the server's `code`."""
+
+    retry_after_s: float
+
+    def __init__(
+        self, message: str, *, code: str, status: int, retry_after_s: float | None
+    ) -> None:
+        super().__init__(message, status=status, retry_after_s=retry_after_s or 1.0)
+        self.code = code
 
 
 def websocket_url(url: str) -> str:
@@ -90,10 +104,12 @@ def refusal(body: bytes) -> tuple[str | None, str]:
 
 def refused(what: str, status: int, body: bytes, retry_after: str | None) -> ConnectionFailed:
     """The error of a refusal, with what the server says, and when to come back if it says that."""
-    _, said = refusal(body)
+    code, said = refusal(body)
     message = f"the server refused {what} with status {status}" + (f": {said}" if said else "")
     is_seconds = (retry_after or "").isdecimal()  # else none, or a date
     retry_after_s = float(retry_after or 0) if is_seconds else None
+    if code in _FULL:
+        return ServerFull(message, code=code, status=status, retry_after_s=retry_after_s)
     return ConnectionFailed(message, status=status, retry_after_s=retry_after_s)
 
 

@@ -97,6 +97,8 @@ def connect(  # noqa: PLR0913 - what a session can be told
     Raises:
         ConnectionFailed: `url` is no address, `api_key` cannot be sent, nobody answers, or the upgrade
             was refused: `status`, `retry_after_s`.
+        CapacityError: it was because all slots are taken (`at_capacity`), or because this client has
+            as many as it may (`too_many_sessions`). It is a ConnectionFailed as well.
         VoiceError: no such voice.
         SessionError: `invalid_option`, before anything is opened; `opened_already`.
         PlosiveError: the server refused the session otherwise.

@@ -8,6 +8,7 @@ import pytest
 import clients.sync
 from clients import (
     AudioFormat,
+    CapacityError,
     ConnectionFailed,
     ConnectionLost,
     ProtocolError,
@@ -16,6 +17,7 @@ from clients import (
     connect,
 )
 from clients.address import http_url, websocket_url
+from clients.reconnect import is_retryable
 from clients.voices import list_voices
 from realtime.wire import Error, Sampling, SessionStart
 from tests.clients.scripted_server import PCM_FORMAT, Peer, ready, respond, scripted_server, talker
@@ -81,6 +83,26 @@ async def test_refused_before_the_upgrade() -> None:
             async with connect(server.url):
                 pass
     assert (raised.value.status, raised.value.retry_after_s) == (503, 7.0)
+
+
+@pytest.mark.parametrize(("code", "status"), [("at_capacity", 503), ("too_many_sessions", 429)])
+async def test_a_full_server_is_a_capacity_error(code, status) -> None:
+    body = json.dumps({"error": {"code": code, "message": "no more"}})
+    refusal = respond(status, body, {"Retry-After": "7"})
+    async with scripted_server(talker, refusal=refusal) as server:
+        with pytest.raises(CapacityError, match=f"{code}: .* status {status}: no more") as raised:
+            await connect(server.url)
+    error = raised.value
+    assert isinstance(error, ConnectionFailed) and error.status == status
+    assert (error.code, error.retry_after_s, is_retryable(error)) == (code, 7.0, True)
+
+
+async def test_a_server_that_is_still_loading_is_no_capacity_error() -> None:
+    refusal = respond(503, '{"error": {"code": "not_ready", "message": "loading"}}')
+    async with scripted_server(talker, refusal=refusal) as server:
+        with pytest.raises(ConnectionFailed, match="status 503: loading") as raised:
+            await connect(server.url)
+    assert not isinstance(raised.value, CapacityError)
 
 
 async def test_a_refusal_in_the_shape_of_another_api_is_read_as_well() -> None:
