@@ -21,7 +21,7 @@ async def main(url: str) -> None:
         async for _ in speech:
             played_ms += PACKET_MS  # a real player knows how much has left the loudspeaker
             if played_ms >= 200:  # the user begins to talk
-                heard = await speech.turn.cancel(played_ms)
+                heard = await session.interrupt(played_ms=played_ms)
         print(f"heard:   {heard.spoken_text!r}")
         print(f"unheard: {heard.remaining_text!r}")
 

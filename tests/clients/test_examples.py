@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clients import NullDevice, Player, connect
+from clients import Interruption, NullDevice, Player, Session, connect
 from realtime.wire import TextAppend
 from tests.clients.scripted_server import scripted_server, talker
 
@@ -49,6 +49,19 @@ async def test_01_say_one_thing(tmp_path) -> None:
 async def test_examples_print_what_they_show(name, said) -> None:
     async with scripted_server(talker) as server:
         assert said in await run(str(EXAMPLES / f"{name}.py"), server.url)
+
+
+async def test_03_interrupts_the_session(monkeypatch) -> None:
+    interrupt, played = Session.interrupt, []
+
+    async def noted(session: Session, played_ms: float | None = None) -> Interruption:
+        played.append(played_ms)
+        return await interrupt(session, played_ms)
+
+    monkeypatch.setattr(Session, "interrupt", noted)
+    async with scripted_server(talker) as server:
+        await load("03_interrupt").main(server.url)
+    assert played == [200.0]
 
 
 @pytest.mark.parametrize("name", EXAMPLES_THAT_CONNECT)
