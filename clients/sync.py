@@ -7,14 +7,14 @@
             ...
 
 The asynchronous client runs on a thread of its own underneath. Every object here may be used from
-several threads: one may read a turn while another interrupts it.
+several threads: one may read a turn while another interrupts it. `Player` lets it be heard.
 """
 
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from itertools import islice
-from typing import Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import clients.opening
 import clients.session
@@ -35,6 +35,21 @@ from realtime.wire import (
     TurnMetrics,
     Warn,
 )
+
+if TYPE_CHECKING:
+    from clients.sync_player import Playback, Player
+else:
+
+    def __getattr__(name: str) -> object:
+        """The player, which is built on what is here."""
+        if name not in ("Playback", "Player"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from clients import sync_player  # it imports this module
+
+        return getattr(sync_player, name)
+
+
+__all__ = ["Playback", "Player", "Session", "Speech", "Turn", "connect"]
 
 T = TypeVar("T")
 

@@ -24,8 +24,7 @@ from clients import (
     decode_turn,
 )
 from clients.loop_thread import LoopThread
-from clients.sync import connect
-from clients.sync_player import Player
+from clients.sync import Player, connect
 from realtime.wire import Error, SessionUpdate, TextAppend, TurnCancel
 from tests.clients.scripted_server import (
     PACKET,
