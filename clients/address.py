@@ -1,6 +1,7 @@
 """A server's address, as users write it, and what a server says when it refuses over HTTP."""
 
 import json
+import os
 import re
 import ssl
 from urllib.parse import SplitResult, urlsplit, urlunsplit
@@ -12,6 +13,7 @@ from realtime.wire import PATH
 _SECURE = {"http": False, "ws": False, "https": True, "wss": True}
 DEFAULT_URL = "http://127.0.0.1:8765"  # where `plosive serve` listens unless it is told otherwise
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_NEEDS_KEY = "it needs an API key: connect(url, api_key=KEY), or PLOSIVE_API_KEY in the environment"
 _FULL = ("at_capacity", "too_many_sessions", "text_rate_exceeded")
 
 
@@ -52,12 +54,16 @@ def http_url(url: str, path: str) -> str:
 
 
 def key_headers(api_key: str | None) -> dict[str, str]:
-    """What a server that needs a key wants to see with every request.
+    """What a server that needs a key wants to see with every request; nothing without one.
+
+    None is the key of PLOSIVE_API_KEY, "" is none.
 
     Raises:
         ConnectionFailed: no header can carry the key. The message does not show it.
     """
     if api_key is None:
+        api_key = os.environ.get("PLOSIVE_API_KEY", "")
+    if api_key == "":
         return {}
     if not isinstance(api_key, str):
         got = type(api_key).__name__
@@ -102,9 +108,13 @@ def refusal(body: bytes) -> tuple[str | None, str]:
         return None, text.strip()[:300]
 
 
-def refused(what: str, status: int, body: bytes, retry_after: str | None) -> ConnectionFailed:
+def refused(
+    what: str, status: int, body: bytes, retry_after: str | None, *, is_key_shown: bool
+) -> ConnectionFailed:
     """The error of a refusal, with what the server says, and when to come back if it says that."""
     code, said = refusal(body)
+    if code == "missing_api_key" and not is_key_shown:
+        said = _NEEDS_KEY
     message = f"the server refused {what} with status {status}" + (f": {said}" if said else "")
     is_seconds = (retry_after or "").isdecimal()  # else none, or a date
     retry_after_s = float(retry_after or 0) if is_seconds else None

@@ -166,6 +166,8 @@ async def _open_websocket(
     except InvalidStatus as error:
         answer = error.response
         body, retry_after = bytes(answer.body or b""), answer.headers.get("Retry-After")
-        raise refused("the session", answer.status_code, body, retry_after) from None
+        raise refused(
+            "the session", answer.status_code, body, retry_after, is_key_shown=bool(headers)
+        ) from None
     except (OSError, WebSocketException, ImportError, ValueError) as error:  # the latter of a proxy
         raise ConnectionFailed(no_connection(address, error)) from None

@@ -78,9 +78,10 @@ def connect(  # noqa: PLR0913 - what a session can be told
     """Open a session; the block begins when voice and prompt are prefilled.
 
     `url` is the server ("http://host:8765", "ws://host:8765") or the full address of its endpoint.
-    `api_key` is for servers that need one. `ssl_context` is for an https server whose certificate
-    this machine does not trust (or name the authority's file in SSL_CERT_FILE). `voice` None is the
-    server's default voice. Leaving the block closes the socket; a session that was awaited instead,
+    `api_key` is for servers that need one; None is that of PLOSIVE_API_KEY in the environment, if it
+    is there, and "" is none. `ssl_context` is for an https server whose certificate this machine does
+    not trust (or name the authority's file in SSL_CERT_FILE). `voice` None is the server's default
+    voice. Leaving the block closes the socket; a session that was awaited instead,
     `session = await connect(url)`, is closed by `close`, or by a block of its own.
 
     With `reconnect`, a connection that is lost is opened again in the background, with the voice

@@ -1,6 +1,7 @@
 """A server's voices over HTTP: list, add from a clip, delete. Blocking.
 
-`ssl_context` is for an https server whose certificate this machine does not trust.
+`api_key` None is the key of PLOSIVE_API_KEY, if the environment has it. `ssl_context` is for an https
+server whose certificate this machine does not trust.
 """
 
 import secrets
@@ -20,7 +21,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from clients.address import http_url, key_headers, opener, refusal, refused, without_password
 from clients.checks import check_ssl_context
 from clients.explain import no_connection
-from realtime.errors import ConnectionFailed, PlosiveError, VoiceError, shorten
+from realtime.errors import ConnectionFailed, VoiceError, shorten
 
 PATH = "/v1/voices"
 
@@ -133,9 +134,8 @@ def _request(
     content_type: str = "",
 ) -> bytes:
     check_ssl_context(ssl_context)
-    request = urllib.request.Request(
-        http_url(url, path), data=body, headers=key_headers(api_key), method=method
-    )
+    key = key_headers(api_key)
+    request = urllib.request.Request(http_url(url, path), data=body, headers=key, method=method)
     if content_type:
         request.add_header("Content-Type", content_type)
     try:
@@ -144,7 +144,11 @@ def _request(
     except (OSError, HTTPException) as error:
         raise ConnectionFailed(no_connection(url, error)) from None
     if response.status >= 300:
-        raise _refused(response.status, answer, response.headers.get("Retry-After"))
+        code, message = refusal(answer)
+        if code is not None and response.status not in (401, 429, 503):
+            raise VoiceError(code, message)
+        retry_after = response.headers.get("Retry-After")
+        raise refused("the request", response.status, answer, retry_after, is_key_shown=bool(key))
     return answer
 
 
@@ -162,10 +166,3 @@ def _readable(url: str) -> Iterator[None]:
     except ValidationError:
         why = f"{without_password(url)} answers, but not as a Plosive server does: expected its voices as JSON"
         raise ConnectionFailed(why) from None
-
-
-def _refused(status: int, body: bytes, retry_after: str | None) -> PlosiveError:
-    code, message = refusal(body)
-    if code is not None and status not in (401, 429, 503):
-        return VoiceError(code, message)
-    return refused("the request", status, body, retry_after)

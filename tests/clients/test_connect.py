@@ -20,6 +20,7 @@ from clients.address import http_url, websocket_url
 from clients.reconnect import is_retryable
 from clients.voices import list_voices
 from realtime.wire import Error, Sampling, SessionStart
+from tests.clients.command_line import MISSING_KEY
 from tests.clients.scripted_server import PCM_FORMAT, Peer, ready, respond, scripted_server, talker
 
 
@@ -169,6 +170,28 @@ def test_a_key_that_is_no_string_is_refused_without_being_shown(key) -> None:
     for open_session in (connect, clients.sync.connect, list_voices):
         with pytest.raises(ConnectionFailed, match=f"got {type(key).__name__}, expected a string"):
             open_session("http://127.0.0.1:9", api_key=key)
+
+
+async def test_without_a_key_the_error_says_how_to_give_one(monkeypatch) -> None:
+    monkeypatch.delenv("PLOSIVE_API_KEY", raising=False)
+    async with scripted_server(talker, refusal=respond(401, MISSING_KEY)) as server:
+        how = (
+            r"401: it needs an API key: connect\(url, api_key=KEY\), or PLOSIVE_API_KEY in the env"
+        )
+        with pytest.raises(ConnectionFailed, match=how):
+            await connect(server.url)
+        with pytest.raises(ConnectionFailed, match="401: send a header"):
+            await connect(server.url, api_key="key")
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [(None, "Bearer theirs"), ("mine", "Bearer mine"), ("", None)]
+)
+async def test_the_key_may_be_of_the_environment(given, shown, monkeypatch) -> None:
+    monkeypatch.setenv("PLOSIVE_API_KEY", "theirs")
+    async with scripted_server(talker) as server, connect(server.url, api_key=given):
+        request = server.peers[0].socket.request
+        assert request is not None and request.headers.get("Authorization") == shown
 
 
 async def test_what_connect_gave_opens_one_session() -> None:

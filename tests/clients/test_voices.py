@@ -9,6 +9,7 @@ import pytest
 
 from clients import ConnectionFailed, VoiceError
 from clients.voices import Voice, add_voice, delete_voice, list_voices
+from tests.clients.command_line import MISSING_KEY
 
 
 @contextmanager
@@ -108,3 +109,13 @@ def test_what_is_no_voice_is_refused_before_it_is_sent(name, clip, text, said) -
 def test_a_name_that_is_none_cannot_be_deleted() -> None:
     with pytest.raises(VoiceError, match="name: got 7"):
         delete_voice("http://127.0.0.1:9", 7)
+
+
+def test_without_a_key_the_error_says_how_to_give_one(monkeypatch) -> None:
+    monkeypatch.delenv("PLOSIVE_API_KEY", raising=False)
+    refusal = b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n" % len(MISSING_KEY)
+    with (
+        answering(refusal + MISSING_KEY.encode()) as url,
+        pytest.raises(ConnectionFailed, match="it needs an API key: .* PLOSIVE_API_KEY"),
+    ):
+        list_voices(url)
