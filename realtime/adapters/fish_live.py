@@ -5,7 +5,8 @@
 A `start` chooses the voice, which is prefilled at once. One that follows a `stop` is spoken after it;
 one without a `stop` before it takes its place, and the old one is silent. A socket that closes ends
 everything. What fails is answered by finish{reason: "error", message} and leaves the socket usable,
-unless the session is over. Unknown events are ignored.
+unless the session is over; one that has only been idle since its last `finish` closes without an
+event (1000). Until a socket closes its slot is its own. Unknown events are ignored.
 """
 
 import asyncio
@@ -107,6 +108,8 @@ class LiveSocket:
         self._with_timestamps = with_timestamps
         self._is_session_started = False
         self._is_closing = False
+        self._failed_code = ""  # of the last error that ended a reply
+        self._was_idle = False  # for too long, with nothing left to speak
         self._speech: Speech | None = None  # the one that text goes to
         self._speeches: deque[Speech] = deque()  # in the order they are spoken
         self._next_turn_id = 1
@@ -240,7 +243,8 @@ class LiveSocket:
             try:
                 await self._take(await self._session.receive())
             except ConnectionLost as lost:
-                await self._websocket.close(lost.close_code or 1011, lost.message[:120])
+                code = 1000 if self._was_idle else lost.close_code or 1011
+                await self._websocket.close(code, lost.message[:120])
                 return
             except PlosiveError as error:
                 await self._fail(error)
@@ -304,7 +308,12 @@ class LiveSocket:
                 self._speech = None
             with contextlib.suppress(ConnectionLost):
                 self._drop(speech)
-        if failed or error.fatal:
+        is_told = error.fatal and error.code == self._failed_code  # of the replies that it ended
+        if failed:
+            self._failed_code = error.code
+        elif error.code == "idle_timeout" and self._is_session_started and not is_told:
+            self._was_idle = is_told = True
+        if failed or (error.fatal and not is_told):
             await self._send_error(error)
 
     async def _send_error(self, error: PlosiveError) -> None:

@@ -90,6 +90,33 @@ async def test_a_client_that_does_not_read_is_closed(tmp_path: Path) -> None:
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 4001
 
 
+@pytest.mark.parametrize("path", [LIVE, TIMESTAMPS_PATH])
+async def test_an_idle_socket_closes_without_an_error(tmp_path: Path, path: str) -> None:
+    limits = {"idle_timeout_s": 0.4, "idle_warning_s": 0.1}
+    async with serving(tmp_path, **limits) as served, live(served, path) as fish:
+        for _ in range(2):
+            await fish.start(text=TEXT)
+            await fish.send("stop")
+            await fish.until_finish()
+            await asyncio.sleep(0.2)
+        with pytest.raises(ConnectionClosed) as closed:
+            await fish.next()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1000
+        assert closed.value.rcvd.reason == "the session has ended: idle_timeout"
+        await served.until_free()
+
+
+async def test_a_reply_that_is_never_finished_ends_in_one_error(tmp_path: Path) -> None:
+    limits = {"idle_timeout_s": 0.4, "idle_warning_s": 0.1}
+    async with serving(tmp_path, **limits) as served, live(served) as fish:
+        await fish.start(text="This has no end")
+        finish = await fish.until("finish")
+        assert (finish["reason"], finish["message"]) == ("error", "nothing happened for 0.4 s")
+        with pytest.raises(ConnectionClosed) as closed:
+            await fish.next()
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 4000
+
+
 async def test_what_is_over_is_not_kept(tmp_path: Path) -> None:
     """However many replies a socket speaks: finished, taken over by the next, or failed."""
     async with serving(tmp_path) as served, live(served) as fish:
