@@ -10,6 +10,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from realtime.connection import CUT_EXTENSION
 
 REQUEST_S = 20.0  # to twice as long: for a request's head, and for what is left to read
+TLS_CAME = (
+    "A TLS handshake came: this server speaks http; start it with --ssl-certfile, or use http://"
+)
+_TLS_HANDSHAKE = b"\x16\x03"
 CUT_S = 5.0  # for what was sent before an answer was cut to be read
 
 
@@ -32,6 +36,14 @@ class PlosiveHttp(H11Protocol):
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._stop_looking()  # the socket has another protocol from here on
         super().handle_websocket_upgrade(event)
+
+    def data_received(self, data: bytes) -> None:
+        is_tls = data.startswith(_TLS_HANDSHAKE) and self.scheme == "http"
+        if is_tls and self.conn.their_state is h11.IDLE:  # no body is on its way
+            self.logger.warning(TLS_CAME)
+            self.send_400_response(TLS_CAME)
+        else:
+            super().data_received(data)
 
     def handle_events(self) -> None:
         """The app's task for a request is created in here; it has not run yet."""

@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from realtime import http_protocol
@@ -66,6 +67,21 @@ async def test_what_is_in_use_stays_open(tmp_path: Path) -> None:
             engine.let_all()
             assert (await asking).status_code == 200
         await client.say("Hello there.")
+
+
+async def test_https_to_an_http_port_is_told_as_such(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with serving(tmp_path) as served:
+        async with httpx.AsyncClient(trust_env=False) as https:
+            with pytest.raises(httpx.ConnectError):
+                await https.get(f"https://127.0.0.1:{served.port}/ready")
+        async with served.http() as http:  # in a body these bytes are nothing special
+            response = await http.post("/v1/tts", content=b"\x16\x03" * 9)
+            assert response.status_code == 415
+    logged = capfd.readouterr().err
+    told = "A TLS handshake came: this server speaks http; start it with --ssl-certfile, or use"
+    assert logged.count(told) == 1 and "Invalid HTTP" not in logged
 
 
 FORM, JSON = "multipart/form-data; boundary=x", "application/json"
