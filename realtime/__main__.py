@@ -6,6 +6,7 @@ pay two seconds for torch.
 
 import argparse
 import io
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -40,12 +41,21 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata  # no other command waits for it
+
+        print(f"plosive {metadata.version('plosive')}")
+        parser.exit()
+
+
 def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="plosive",
         description="A real-time WebSocket voice-agent runtime.",
         epilog="Each command has its own --help.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
@@ -57,7 +67,11 @@ def _main(argv: list[str]) -> int:
         return 2
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # said with the usage of the command that does not know it
-        subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+        why = f"unrecognized arguments: {' '.join(unknown)}"
+        if args.command == "say" and not any(word.startswith("-") for word in unknown):
+            text = shlex.quote(" ".join((args.text, *unknown)))
+            why += f"; a text of several words is quoted: plosive say {text}"
+        subparsers.choices[args.command].error(why)
     run: Callable[[argparse.Namespace], int] = _module(args.command).run
     return run(args)
 

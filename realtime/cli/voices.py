@@ -14,6 +14,11 @@ from clients.voices import Voice, add_voice, delete_voice, list_voices
 # Whether an action takes a name, a clip and a text.
 _TAKES = {"list": (False,) * 3, "add": (True,) * 3, "delete": (True, False, False)}
 _EXAMPLE = "What is said in it."
+EXAMPLES = """examples:
+  plosive voices                     list them
+  plosive voices add bob --clip bob.wav --text "Every word that is said in bob.wav."
+  plosive voices delete bob
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("PLOSIVE_API_KEY") or None,
         help="for a server that needs one (default: $PLOSIVE_API_KEY)",
     )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
     parser.set_defaults(usage_error=parser.error)
 
 

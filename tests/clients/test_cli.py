@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from contextlib import nullcontext
 from pathlib import Path
 from typing import ClassVar
@@ -335,6 +336,24 @@ def test_help_is_fast_to_reach_and_needs_no_torch() -> None:
             [sys.executable, "-c", code, command], capture_output=True, text=True, check=True
         )
         assert "--url" in result.stdout
+
+
+def test_words_without_quotes_are_answered_with_quotes(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["say", "hi", "there", "friend", "--mute"])
+    why = "a text of several words is quoted: plosive say 'hi there friend'"
+    said = capsys.readouterr().err
+    assert said.endswith(f"plosive say: error: unrecognized arguments: there friend; {why}\n")
+    with pytest.raises(SystemExit):
+        main(["say", "hi", "--mut3"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --mut3\n")
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"plosive {version}\n")
 
 
 def test_without_a_command_there_is_help(capsys) -> None:

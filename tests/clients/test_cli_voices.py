@@ -1,13 +1,17 @@
 """`plosive voices` as a user runs it, against scripted servers."""
 
+import argparse
 import asyncio
 import json
+import shlex
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from realtime.__main__ import main
 from realtime.cli import say, voices
 from tests.clients.command_line import HOW_TO_GIVE_IT, MISSING_KEY, run
 from tests.clients.scripted_server import scripted_server, talker
@@ -31,6 +35,18 @@ def test_no_command_shows_the_password_of_an_address(
     said = capsys.readouterr().err
     assert f"using the server at http://{address} (PLOSIVE_URL)" in said
     assert "sec" not in said and "ret" not in said and "user" not in said
+
+
+@pytest.mark.parametrize("words", [["voices"], ["voices", "add"]])
+def test_help_ends_in_a_line_to_copy(capsys, words) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    examples = capsys.readouterr().out.partition("examples:\n")[2]
+    line = next(line for line in examples.splitlines() if "add" in line)
+    parser = argparse.ArgumentParser()
+    voices.add_arguments(parser)
+    args = parser.parse_args(shlex.split(line)[2:])
+    assert (args.action, args.name, args.clip) == ("add", "bob", Path("bob.wav"))
 
 
 async def test_voices_list(capsys) -> None:
