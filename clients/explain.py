@@ -4,6 +4,7 @@ import os
 import re
 import ssl
 from http.client import HTTPException
+from pathlib import Path
 from urllib.error import URLError
 
 from websockets.exceptions import InvalidMessage
@@ -55,9 +56,12 @@ def _why(url: str, reason: BaseException | str) -> str:
                 f"its certificate is another server's: {reason.verify_message} "
                 "Connect by a name that it is made for"
             )
+        named = os.environ.get("SSL_CERT_FILE")
+        is_missing = named is not None and not Path(named).is_file()
+        missing = f"; there is no file {named!r}, which it names now" if is_missing else ""
         return (
             f"its certificate is not trusted ({reason.verify_message}). Name the file of the "
-            "authority that signed it in SSL_CERT_FILE"
+            f"authority that signed it in SSL_CERT_FILE{missing}"
         )
     if isinstance(reason, ssl.SSLError) and reason.reason in _PLAIN_ANSWERS:
         return "what answers there does not speak TLS: its address begins with http or ws"

@@ -9,7 +9,7 @@ import urllib.error
 import pytest
 
 from clients.address import key_headers
-from clients.explain import cause, sentence
+from clients.explain import cause, no_connection, sentence
 from realtime.errors import ConnectionFailed
 
 REFUSED = OSError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 9)")
@@ -29,6 +29,17 @@ BOTH = OSError(f"Multiple exceptions: {REFUSED}, [Errno 113] Connect call failed
 )
 def test_cause(error: Exception, said: str) -> None:
     assert cause(error) == said
+
+
+def test_a_missing_file_of_authorities_is_named(monkeypatch, tmp_path) -> None:
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = 18, "self-signed certificate"
+    file = tmp_path / "ca.pem"
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    missing = f"in SSL_CERT_FILE; there is no file '{file}', which it names now"
+    assert no_connection("https://h", error).endswith(missing)
+    file.touch()
+    assert no_connection("https://h", error).endswith("in SSL_CERT_FILE")
 
 
 def test_sentence() -> None:
