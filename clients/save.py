@@ -34,6 +34,18 @@ def check_suffix(path: Path) -> None:
         )
 
 
+def check_path(path: Path | str) -> None:
+    """Raises ValueError, if `save` does not know the path's suffix, or there is no such folder.
+
+    Example:
+        check_path(path)  # before a word is spoken
+    """
+    path = Path(path)
+    check_suffix(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path.name!r}: there is no folder {str(path.parent)!r}")
+
+
 def save(path: Path | str, samples: Samples, sample_rate_hz: int) -> None:
     """Write mono samples (f32 [num_samples], -1..1) as .wav, .ogg or .opus (Opus), or .mp3.
 

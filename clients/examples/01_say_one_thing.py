@@ -7,9 +7,11 @@ import asyncio
 import sys
 
 from clients import PlosiveError, connect, decode_turn, save
+from clients.save import check_path
 
 
 async def main(url: str, path: str) -> None:
+    check_path(path)  # before anything is spoken
     async with connect(url) as session:
         speech = session.say("Hello! This sentence left the server while it was being spoken.")
         packets = [packet async for packet in speech]
@@ -24,7 +26,11 @@ async def main(url: str, path: str) -> None:
 if __name__ == "__main__":
     defaults = ["http://localhost:8765", "hello.wav"]
     arguments = sys.argv[1:]
+    if len(arguments) > len(defaults):
+        sys.exit(__doc__)
     try:
         asyncio.run(main(*arguments, *defaults[len(arguments) :]))
     except PlosiveError as error:
         sys.exit(error.message)
+    except (OSError, ValueError) as error:  # the file cannot be written
+        sys.exit(str(error))

@@ -12,6 +12,7 @@ import numpy as np
 
 from clients import PlosiveError, Session, connect, decode_turn, save
 from clients.decode import Samples
+from clients.save import check_path
 from clients.voices import list_voices
 
 LINES = (
@@ -31,6 +32,7 @@ async def say(session: Session, line: str) -> tuple[Samples, int]:
 
 
 async def main(url: str, path: str) -> None:
+    check_path(path)  # before anything is spoken
     voices = await asyncio.to_thread(list_voices, url)
     first, second = voices[0].name, voices[1].name
     async with connect(url, voice=first) as a, connect(url, voice=second) as b:
@@ -47,7 +49,11 @@ async def main(url: str, path: str) -> None:
 if __name__ == "__main__":
     defaults = ["http://localhost:8765", "conversation.wav"]
     arguments = sys.argv[1:]
+    if len(arguments) > len(defaults):
+        sys.exit(__doc__)
     try:
         asyncio.run(main(*arguments, *defaults[len(arguments) :]))
     except PlosiveError as error:
         sys.exit(error.message)
+    except (OSError, ValueError) as error:  # the file cannot be written
+        sys.exit(str(error))

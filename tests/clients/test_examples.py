@@ -71,6 +71,21 @@ async def test_examples_without_a_server_say_so_in_one_line(name) -> None:
     assert "cannot connect to" in output and "connection refused. Is the server up?" in output
 
 
+@pytest.mark.parametrize("name", ["01_say_one_thing", "04_two_voices"])
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["a.flac"], "cannot write 'a.flac': its suffix must be one of"),
+        (["nowhere/a.wav"], "cannot write 'a.wav': there is no folder 'nowhere'"),
+        (["a.wav", "b.wav"], "[URL] [FILE]"),
+    ],
+)
+async def test_a_file_that_cannot_be_is_refused_before_anything_is_spoken(name, words, why) -> None:
+    async with scripted_server(talker) as server:
+        output = await run(str(EXAMPLES / f"{name}.py"), server.url, *words, status=1)
+    assert why in output and "Traceback" not in output and not server.peers
+
+
 async def test_05_without_a_sound_output_says_so_in_one_line() -> None:
     without = "import sys, runpy; sys.modules['sounddevice'] = None; sys.argv = sys.argv[1:]\n"
     run_it = "runpy.run_path(sys.argv[0], run_name='__main__')"
