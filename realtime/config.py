@@ -170,7 +170,7 @@ class ServerConfig:
     idle_warning_s: float = _timeout(30.0, "how long before that close the client is warned")
     ping_interval_s: float = _timeout(10.0, "time between WebSocket pings")
     ping_timeout_s: float = _timeout(20.0, "a client that answers no ping for so long is dropped")
-    drain_s: float = _timeout(20.0, "on SIGTERM: time for current turns to finish")
+    drain_s: float = _timeout(20.0, "on SIGTERM or Ctrl-C: time for current turns to finish")
     announce_fd: int | None = _operation(
         None, "file descriptor that gets one JSON line when the server is ready"
     )

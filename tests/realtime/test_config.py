@@ -40,6 +40,7 @@ def test_every_option_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ServerConfig.__dataclass_fields__:
         assert "--" + name.replace("_", "-") in text
     assert "PLOSIVE_MAX_SLOTS" in text and "--num-threads N" in text
+    assert "on SIGTERM or Ctrl-C: time for current turns" in " ".join(text.split())
 
 
 def test_unknown_variable_names_the_nearest_ones_or_else_all() -> None:
