@@ -11,7 +11,9 @@ from realtime.pingpong.messages import SlotRef
 
 _LEAST_LEAD_NS = 20_000_000  # what a call, the encoder and the socket may take; no chunk waits then
 _FAR_LEAD_NS = 50_000_000  # of who can wait for a call that runs beside decode
-HELD_LEAD_NS = 150_000_000  # with more to hear, PCM may wait to be said with the next
+# PCM waits to be said with the next while it is less than this part of what its listener has to hear:
+# of a lead that is capped at 500 ms, three quarters are always at the listener.
+_HELD_SHARE = 3
 # Few short prompts cost a step what some more do (`frames.MAX_RIDERS`); in a step's time one turn of 64
 # begins.
 RIDERS_WAIT_NS = 6_000_000
@@ -143,6 +145,11 @@ class Waiting(NamedTuple):
     interval_ns: int  # from one frame to the next, as of late
     # The stream is over with them: a call may decode more, which mean nothing.
     is_tail: bool = False
+
+
+def hold_ns(lead_ns: int, held_ns: int) -> int:
+    """How long PCM that is made may wait for more, for a listener with so much to hear."""
+    return lead_ns - _HELD_SHARE * held_ns
 
 
 class CallPlan(NamedTuple):

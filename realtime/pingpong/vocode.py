@@ -31,7 +31,7 @@ from realtime.pingpong.messages import (
     SlotRef,
     TurnBegin,
 )
-from realtime.pingpong.pacing import HELD_LEAD_NS, CallPlan, PlaybackClock, Waiting, next_call
+from realtime.pingpong.pacing import CallPlan, PlaybackClock, Waiting, hold_ns, next_call
 from realtime.pingpong.slots import Slots
 from realtime.pingpong.steps import StepBuffer, StepRow
 
@@ -346,8 +346,8 @@ class VocodeLoop:
                 voice.held.append((row, heard.copy() if is_pinned else heard))
                 voice.num_held += num_frames
                 self._holding[voice.idx] = voice
-                has_enough = voice.clock.lead_ns(begun_ns) >= HELD_LEAD_NS
-                if not has_enough or voice.num_held >= self.runner.max_chunk:
+                is_due = self._hold_ns(voice, begun_ns) < 0
+                if is_due or voice.num_held >= self.runner.max_chunk:
                     self._say_held(voice)
             self._say_events(voice)
         self.runner.done(call)
@@ -357,12 +357,15 @@ class VocodeLoop:
         """PCM of whoever has not enough to hear any more. Returns how long the others' may wait."""
         now_ns, waits_ns = time.perf_counter_ns(), []
         for voice in list(self._holding.values()):
-            wait_ns = voice.clock.lead_ns(now_ns) - HELD_LEAD_NS
+            wait_ns = self._hold_ns(voice, now_ns)
             if wait_ns < 0:
                 self._say_held(voice)
             else:
                 waits_ns.append(wait_ns)
         return min(waits_ns, default=None)
+
+    def _hold_ns(self, voice: _Voice, now_ns: int) -> int:
+        return hold_ns(voice.clock.lead_ns(now_ns), voice.num_held * self._frame_ns)
 
     def _say_held(self, voice: _Voice) -> None:
         """All frames of a voice that are PCM; of one segment, for its end is said behind them."""
