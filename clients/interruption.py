@@ -30,7 +30,7 @@ async def interrupt(turns: Sequence[tuple[Turn, float | None]]) -> Interruption:
     """Cancel turns, given in speaking order with their played milliseconds.
 
     The last one goes first, so that none begins because the one before it has ended. One that had
-    failed has no account.
+    failed, or got no text, has no account.
 
     Raises:
         ConnectionLost: before all accounts came.
@@ -38,7 +38,11 @@ async def interrupt(turns: Sequence[tuple[Turn, float | None]]) -> Interruption:
     """
     cancels = [turn.cancel(played_ms) for turn, played_ms in reversed(turns)]
     ends = (await asyncio.gather(*cancels, return_exceptions=True))[::-1]
-    accounts = [end for end in ends if isinstance(end, TurnCancelled)]
+    accounts = [
+        end
+        for (turn, _), end in zip(turns, ends, strict=True)
+        if isinstance(end, TurnCancelled) and not turn.is_empty
+    ]
     failures = [end for end in ends if isinstance(end, BaseException)]
     for failure in failures:
         if not accounts or isinstance(failure, ConnectionLost):

@@ -252,7 +252,9 @@ class Session:
             self.warnings.append(Warn(code=error.code, message=error.message, param=error.param))
 
     def _interruptible(self) -> list[Turn]:
-        """In speaking order: all that is still to be read or spoken, or else the latest."""
+        """In speaking order: all that is still to be read or spoken, and the latest that was, where
+        none of them has a text yet."""
         turns = sorted(self._turns, key=lambda turn: turn.opened_s or float("inf"))
         live = [turn for turn in turns if turn.is_pending]
-        return live or [turn for turn in turns if turn.can_be_accounted][-1:]
+        latest = [turn for turn in turns if turn.can_be_accounted][-1:]
+        return [*(latest if all(turn.is_empty for turn in live) else []), *live]

@@ -114,6 +114,11 @@ class Turn:
         return self._outcome is not None
 
     @property
+    def is_empty(self) -> bool:
+        """No text was given to it: nothing of it is heard, or could be."""
+        return self.turn_id is None and not self._unsent
+
+    @property
     def is_done(self) -> bool:
         """Said to its end, though perhaps not yet read or played to its end."""
         return isinstance(self._outcome, TurnDone)

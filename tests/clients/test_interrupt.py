@@ -58,6 +58,20 @@ async def test_nothing_to_interrupt() -> None:
         assert (heard.turns, heard.spoken_text, heard.remaining_text) == ((), "", "")
 
 
+async def test_a_turn_without_text_is_cancelled_and_not_accounted() -> None:
+    async with scripted_server(talker) as server, connect(server.url) as session:
+        never_read = session.say("never read")
+        heard = await session.interrupt(played_ms=20.0)
+        assert (heard.turns, heard.spoken_text, heard.remaining_text) == ((), "", "")
+        assert not [packet async for packet in never_read]
+        said = session.say("one two")
+        assert [packet async for packet in said]
+        waiting = session.turn()
+        heard = await session.interrupt(played_ms=20.0)  # of what may still play
+        assert [(turn.turn_id, turn.played_ms) for turn in heard.turns] == [(1, 20.0)]
+        assert heard.remaining_text == "one two" and waiting.is_over
+
+
 async def test_a_turn_that_is_done_may_still_play() -> None:
     async with scripted_server(talker) as server, connect(server.url) as session:
         speeches = [session.say(text) for text in ("one two", "three")]
