@@ -12,6 +12,7 @@ from clients.decode import Decoder, decode_turn, to_int16
 from clients.devices import Device, NullDevice, SoundCard
 from clients.interruption import Interruption
 from clients.opening import connect
+from clients.options import AudioFormat, Sampling
 from clients.player import Playback, Player
 from clients.reconnect import Reconnect
 from clients.save import save
@@ -29,10 +30,8 @@ from realtime.errors import (
     VoiceError,
 )
 from realtime.wire import (
-    AudioFormat,
     AudioPacket,
     EffectiveFormat,
-    Sampling,
     TurnCancelled,
     TurnDone,
     TurnMetrics,

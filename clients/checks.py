@@ -35,4 +35,5 @@ def valid_message() -> Iterator[None]:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param = ".".join(map(str, first["loc"]))
-        raise SessionError("invalid_option", f"{param}: {fault(first)}", param=param) from None
+        why = f"{param}: {fault(first)}" if param else first["msg"].removeprefix("Value error, ")
+        raise SessionError("invalid_option", why, param=param or None) from None

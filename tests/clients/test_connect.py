@@ -12,6 +12,7 @@ from clients import (
     ConnectionFailed,
     ConnectionLost,
     ProtocolError,
+    Sampling,
     SessionError,
     VoiceError,
     connect,
@@ -19,7 +20,8 @@ from clients import (
 from clients.address import http_url, websocket_url
 from clients.reconnect import is_retryable
 from clients.voices import list_voices
-from realtime.wire import Error, Sampling, SessionStart
+from realtime import wire
+from realtime.wire import Error, SessionStart
 from tests.clients.command_line import MISSING_KEY
 from tests.clients.scripted_server import PCM_FORMAT, Peer, ready, respond, scripted_server, talker
 
@@ -42,7 +44,7 @@ async def test_start_carries_what_connect_was_given() -> None:
             voice="bob",
             prompt="calm",
             format=PCM_FORMAT,
-            sampling=Sampling(seed=7),
+            sampling=wire.Sampling(seed=7),
             max_lead_ms=500,
         )
     ]
@@ -149,6 +151,23 @@ async def test_an_option_that_makes_no_sense_is_named_before_anything_is_sent(op
         connect("http://127.0.0.1:9", **option)
     assert raised.value.code == "invalid_option" and raised.value.param in option
     assert raised.value.message.startswith(got)
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "why"),
+    [
+        (
+            AudioFormat,
+            {"codec": "pcm"},
+            r"codec: Input should be 'opus' or 'pcm_s16le' \(got 'pcm'",
+        ),
+        (AudioFormat, {"sample_rate": 7}, "sample_rate 7 does not exist for opus; use one of"),
+        (Sampling, {"temperature": -1}, "temperature: .* 0 .got -1"),
+    ],
+)
+def test_a_field_of_an_option_that_makes_no_sense_is_named(make, fields, why) -> None:
+    with pytest.raises(SessionError, match=f"^invalid_option: {why}"):
+        make(**fields)
 
 
 @pytest.mark.parametrize(
