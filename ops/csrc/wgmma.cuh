@@ -7,6 +7,7 @@
 
 #include "common.cuh"
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && !defined(NO_WGMMA)
 // Of a tile that starts on a 1024-byte boundary; + 2 is the next 32 bytes of K.
 DEVICE u64 tile_descriptor(u32 address) {
   constexpr u64 kGroupOf8Rows = 1024 >> 4, kSwizzle128 = 1;
@@ -87,3 +88,53 @@ DEFINE_WGMMA(96, D48(0), R48, "%48", "%49", "%50")
 DEFINE_WGMMA(128, D64(0), R64, "%64", "%65", "%66")
 DEFINE_WGMMA(160, D80(0), R80, "%80", "%81", "%82")
 DEFINE_WGMMA(192, D96(0), R96, "%96", "%97", "%98")
+#else
+// The same by the products of a warp, on any architecture that has them in 8 bits: compiled for sm_120a, never run.
+DEVICE u64 tile_descriptor(u32 address) { return address >> 4; }
+DEVICE void wgmma_fence() {}
+DEVICE void wgmma_commit() {}
+template <int kPending>
+DEVICE void wgmma_wait() {}
+
+// Where a lane reads 16 bytes of a row: chunk `half` of the descriptor's 32 bytes of K.
+DEVICE u32 chunk_address(u64 descriptor, int row, int half) {
+  const u32 tile = static_cast<u32>(descriptor & ~7ull) << 4, chunk = (descriptor & 7) + half;
+  return tile + row * 128 + (chunk ^ row % 8) * 16;
+}
+
+#define D_A_B_D                                                                                   \
+  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+#define MMA_OPERANDS                                                                              \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                  \
+      : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(columns[0]), "r"(columns[1])
+
+template <bool kIsFp8, int N>
+struct Wgmma {
+  static DEVICE void run(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
+    const int lane = threadIdx.x % 32, first_row = threadIdx.x % 128 / 32 * 16;
+    u32 rows[4];
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(rows[0]), "=r"(rows[1]), "=r"(rows[2]), "=r"(rows[3])
+                 : "r"(chunk_address(a, first_row + lane % 16, lane / 16))
+                 : "memory");
+#pragma unroll
+    for (int column = 0; column < N; column += 8) {
+      u32 columns[2];
+      asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                   : "=r"(columns[0]), "=r"(columns[1])
+                   : "r"(chunk_address(b, column + lane % 8, lane / 8 % 2))
+                   : "memory");
+      multiply(*reinterpret_cast<float(*)[4]>(d + column / 2), rows, columns, accumulate);
+    }
+  }
+
+  static DEVICE void multiply(float (&d)[4], const u32 (&rows)[4], const u32 (&columns)[2],
+                              int accumulate) {
+    if (!accumulate) d[0] = d[1] = d[2] = d[3] = 0;
+    if constexpr (kIsFp8)
+      asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 " D_A_B_D : MMA_OPERANDS);
+    else
+      asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 " D_A_B_D : MMA_OPERANDS);
+  }
+};
+#endif

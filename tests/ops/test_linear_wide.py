@@ -56,7 +56,7 @@ def test_wide_variants_compile(kind):
         (WidePlan(96, 3, 1, 4, 3, split=2), False),
     )
     variants = [plan.defines(kind == "bsfp8", up, 2560) for plan, up in plans]
-    check_compiles([("linear_wide.cu", defines) for defines in variants], ("sm_90a",))
+    check_compiles([("linear_wide.cu", defines) for defines in variants])
 
 
 def test_ctas_cover_the_weight_in_whole_clusters():

@@ -66,6 +66,6 @@ def test_linear_is_close_to_the_product_it_quantises():
     assert (out.double() - exact).norm() / exact.norm() < 3e-3
 
 
-def test_the_kernel_compiles_for_sm_120a():
+def test_the_kernel_compiles():
     """Compiled, never run."""
-    check_compiles([("linear_mxfp8.cu", {"COLS": cols}) for cols in (8, 16, 32, 64)], ("sm_120a",))
+    check_compiles([("linear_mxfp8.cu", {"COLS": cols}) for cols in (8, 16, 32, 64)])

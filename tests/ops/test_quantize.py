@@ -5,6 +5,7 @@ import torch
 
 from ops import quantize, reference, reference_fp8
 from ops.quantize import BlockScaled
+from tests.ops.compiling import check_compiles
 
 SHAPES = [(1, 2560), (3, 4096), (5, 320), (17, 9728), (64, 1024), (127, 128), (128, 2560)]
 
@@ -154,3 +155,7 @@ def test_rms_norm_of_rows_that_are_no_neighbours(kind):
     if kind == "bsfp8":
         got, expected = got.dequantize(), expected.dequantize()
     assert torch.equal(got, expected)
+
+
+def test_kernels_compile():
+    check_compiles([("quantize.cu", {"ITEMS": items}) for items in (1, 2, 3)])
