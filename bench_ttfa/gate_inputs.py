@@ -17,7 +17,7 @@ next frame reads, is drawn anew by any change of the last bits. Inputs that 35 d
 of 0.4 said other tokens in 3 of 20 runs in 8 bits whose embeddings differed by 1e-6 (in 6 with 8-bit
 keys and values); those that 235 decodes leave with margins of 0.09 and more, in none of these 40.
 
-The leads of the residual codes are shown beside the margin and choose nothing: the least of the 35
+The leads of the residual codes are shown beside the margin and choose nothing: the least of all decodes
 of an input is below 0.1 logits whatever the input, which is less than what a single product in 8 bits
 moves them by. The gate judges them one by one (see `bench_ttfa.gate_quantised`).
 """
