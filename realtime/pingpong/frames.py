@@ -24,8 +24,8 @@ from realtime.pingpong.device import DECODE_PRIORITY, Event, Upload, host_buffer
 from realtime.pingpong.prefill_rows import Piece, RowInput
 
 _MAX_START_BYTES = 1024  # of one stream's state, with where it goes
-# Rows of prompts in a frame. Its cost goes in stages: S2 Pro, bf16, H200, 64 streams 5.39 ms, with 64 rows
-# more 6.09, with 128 7.23, with 192 8.35 (of more than 192 in all the products are the vendor's).
+# Rows of prompts in a frame. Its cost goes in stages: S2 Pro, bf16, H200, 64 streams of one voice 5.24 ms,
+# with 64 rows more 5.83, with 128 6.98, with 192 8.19 (of more than 192 in all the products are the vendor's).
 MAX_RIDERS = 192
 _TOTALS = (32, 64, 128, 192, 256, 384, 512)  # rows of streams and prompts that are worth a graph
 _LEAST_RIDERS = 16  # that are worth a graph
