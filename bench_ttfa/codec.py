@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from bench_ttfa.command import file_to_write, positive_ints
-from bench_ttfa.gpu_timing import need_cuda
+from bench_ttfa.gpu_timing import need_cuda, need_model
 from bench_ttfa.system import describe_machine, describe_software
 from model.codec import Codec, load_codec
 from model.codec.dac import DacCodec
@@ -76,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=file_to_write, help="write the record here")
     options = parser.parse_args(arguments)
     need_cuda(parser, options.device)
+    need_model(parser, options.model)
     with torch.inference_mode():
         for record in measure(options.model, options.device, options.batch, options.frames):
             calls = record["calls"]

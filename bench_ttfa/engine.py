@@ -25,7 +25,7 @@ import torch
 
 from bench_ttfa.command import exit_status, length_s, positive_float, positive_int
 from bench_ttfa.engine_figures import DEFINITIONS, Span, Turns, figures, told
-from bench_ttfa.gpu_timing import need_cuda
+from bench_ttfa.gpu_timing import need_cuda, need_model
 from bench_ttfa.system import describe_machine, describe_software
 from bench_ttfa.workload import TextSource
 from model.kv_cache import KvFormat
@@ -228,10 +228,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     need_cuda(parser, args.device)
-    return exit_status("bench_ttfa.engine", partial(_run, args))
+    path = need_model(parser, args.model)
+    return exit_status("bench_ttfa.engine", partial(_run, args, path))
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, path: Path) -> int:
     record: dict[str, Any] = {
         "what": "the engine alone: no server, no socket, no Opus",
         "machine": describe_machine(),
@@ -248,7 +249,7 @@ def _run(args: argparse.Namespace) -> int:
         "runs": {},
     }
     _write(record, args.json)  # before minutes have passed
-    model = load_speech_model(Path(args.model), device=args.device, run_as=args.format)
+    model = load_speech_model(path, device=args.device, run_as=args.format)
     bench = Bench(model, max(args.streams), args.delay_ms / 1e3, kv_format=args.kv_format)
     bench.start()
     for num_streams in args.streams:
@@ -276,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     option(
         "--model",
         default="random:s2-pro?reference_s=30",
-        help="a checkpoint's path or random:... (default: random:s2-pro?reference_s=30)",
+        help="a checkpoint's path, embedded or random:... (default: random:s2-pro?reference_s=30)",
     )
     option("--format", choices=("eager", "bf16", "bsfp8"), help="default: as serve")
     option("--kv-format", choices=("bf16", "fp8"), default="bf16", help="default: bf16")

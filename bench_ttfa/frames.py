@@ -23,7 +23,7 @@ import torch
 
 from bench_ttfa.command import file_to_write, positive_int, positive_ints, some_of
 from bench_ttfa.gate_speed import baseline, gate
-from bench_ttfa.gpu_timing import need_cuda
+from bench_ttfa.gpu_timing import need_cuda, need_model
 from bench_ttfa.system import describe_machine, describe_software
 from model.dual_ar import DualAR
 from model.kv_cache import KVCache, KvFormat
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> tuple[list[FrameTime], dict[str, dict[str, 
     results, memory = [], {}
     device = torch.device(args.device)
     for form in args.format:
-        model = load(args.model, form, device)
+        model = load(str(args.path), form, device)
         subject = prepare(model, args.batch, args.context, args.kv)
         name = form if args.kv == "bf16" else f"{form}, {args.kv} KV"
         memory[name] = subject.memory()
@@ -189,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     need_cuda(parser, args.device)
     if args.device == "cpu":
         parser.error("argument --device: this times CUDA devices alone")
+    args.path = need_model(parser, args.model)
     if args.gate and not args.gate.is_file():
         parser.error(f"argument --gate: {args.gate}: there is no such file")
     gpu = torch.cuda.get_device_name(args.device)

@@ -6,9 +6,13 @@ import argparse
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from model.embedded import embedded_path
+from model.random_model import is_random
 
 _MIN_CALLS = 24  # per graph: its start is then little of the time
 _REPLAYS = 30
@@ -42,6 +46,16 @@ def need_cuda(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
         parser.error(f"this needs a CUDA device, and torch {torch.__version__} finds none here")
     if wanted.type == "cuda" and (wanted.index or -1) >= torch.cuda.device_count():
         parser.error(f"device {device!r}: torch finds {torch.cuda.device_count()} here")
+
+
+def need_model(parser: argparse.ArgumentParser, model: str) -> Path:
+    """Where it lies; exit with status 2 and a sentence if it is nowhere."""
+    path = embedded_path() if model == "embedded" else Path(model)
+    if not is_random(model) and not path.is_dir():
+        parser.error(
+            f"argument --model: {model!r} is no directory; expected that of a checkpoint, embedded or random:..."
+        )
+    return path
 
 
 def graph_us(calls: Sequence[Call], replays: int = _REPLAYS) -> float:

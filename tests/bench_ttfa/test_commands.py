@@ -28,8 +28,17 @@ ON_CUDA = {
 REFUSED = [
     (["codec", "--batch", "0"], "argument --batch: got '0', expected a whole number of at least 1"),
     (["codec", "--json", "nowhere/x.json"], "nowhere/x.json: there is no directory nowhere"),
+    (["codec", "--model", "nowhere"], "argument --model: 'nowhere' is no directory; expected that"),
     (["counters", "--rows", "1,x"], "argument --rows: got 'x', expected a whole number"),
     (["counters", "--json", "."], "argument --json: . is a directory, expected a file"),
+    (
+        ["engine", "--model", "nowhere"],
+        "argument --model: 'nowhere' is no directory; expected that",
+    ),
+    (
+        ["frames", "--model", "nowhere"],
+        "argument --model: 'nowhere' is no directory; expected that",
+    ),
     (["frames", "--batch", "-1"], "argument --batch: got '-1', expected a whole number"),
     (["frames", "--format", "fp4"], "argument --format: 'fp4' is none of eager, bf16, bsfp8"),
     (["frames", "--gate", "NONE"], "argument --gate: NONE: there is no such file"),
