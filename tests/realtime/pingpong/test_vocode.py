@@ -1,11 +1,9 @@
 """The vocode thread: every frame of every stream is heard, in order, and no call leaks."""
 
 import random
-import time
 
 import pytest
 
-from realtime.pingpong import vocode
 from realtime.pingpong.codec_calls import MAX_CALLS, RING_FRAMES, Call
 from realtime.pingpong.messages import EngineWarning, FramePcm, SegmentEnd, TurnBegin, TurnEnd
 from tests.realtime.pingpong.vocode_bench import NUM_SLOTS, Bench, DeviceBench, row
@@ -215,91 +213,6 @@ def test_a_first_frame_takes_along_whoever_has_frames(monkeypatch):
     bench.advance()
     assert calls == [(1, [first.idx, other.idx, late.idx], True)]
     assert bench.pcm(late) == [(0, 0, 6)]
-
-
-def test_pcm_of_who_has_enough_to_hear_is_said_eight_frames_at_a_time(monkeypatch):
-    bench = DeviceBench(monkeypatch)
-    bench.loop._enough = 1  # every frame is a call
-    slot = bench.slots.acquire()
-    voice = bench.loop._voices[slot.idx]
-
-    def say(frame, **fields):
-        bench.step((row(slot, frame, **fields), frame))
-        while voice.num_waiting or voice.num_in_flight:
-            bench.advance()
-
-    def said():
-        return [event.num_frames for event in bench.events if isinstance(event, FramePcm)]
-
-    for frame in range(3):
-        say(frame)
-    assert said() == [1, 1, 1], "it has little to hear"
-    voice.clock.play_end_ns = FAR_NS
-    for frame in range(3, 14):
-        say(frame)
-    assert said() == [1, 1, 1, 8] and set(bench.codec.chunks) == {1}
-    say(14, is_limit=True)
-    assert said() == [1, 1, 1, 8, 4], "its segment is over"
-    assert isinstance(bench.events[-1], SegmentEnd)
-    assert bench.pcm(slot) == [(0, frame, 1001 * frame) for frame in range(15)]
-
-
-def test_pcm_that_is_held_is_said_when_its_listener_needs_it(monkeypatch):
-    """Though nothing comes any more: decode may have paused the stream."""
-    bench = DeviceBench(monkeypatch)
-    bench.loop._enough = 1
-    slot = bench.slots.acquire()
-    voice = bench.loop._voices[slot.idx]
-    for frame in range(2):
-        bench.step((row(slot, frame), frame))
-        while voice.num_waiting or voice.num_in_flight:
-            wait_s = bench.advance()
-        voice.clock.play_end_ns = time.perf_counter_ns() + 60 * 10**9
-    wait_s = bench.advance()
-    frame_ns = bench.loop._frame_ns
-    assert 59 < wait_s <= 60 - 3 * frame_ns / 1e9 + 0.001 and bench.pcm(slot) == [(0, 0, 0)]
-    voice.clock.play_end_ns = time.perf_counter_ns() + 6 * frame_ns - 1
-    bench.step((row(slot, 2), 2))
-    waiting = bench.loop._waiting(voice, voice.clock.play_end_ns)
-    assert waiting.lead_ns == bench.loop._frame_ns, "it can be said at any time"
-    while bench.advance() is not None:
-        pass
-    assert bench.pcm(slot) == [(0, frame, 1001 * frame) for frame in range(3)]
-
-
-def test_what_is_held_is_little_beside_what_its_listener_has(monkeypatch):
-    """Else a lead of half a second would be mostly here, and a stall of the network would be heard."""
-    monkeypatch.setattr(vocode.time, "perf_counter_ns", lambda: 10**12)
-    bench = DeviceBench(monkeypatch)
-    bench.loop._enough = 1
-    slot = bench.slots.acquire()
-    voice = bench.loop._voices[slot.idx]
-    for frame in range(7):
-        bench.step((row(slot, frame), frame))
-        while voice.num_waiting or voice.num_in_flight:
-            bench.advance()
-        if frame == 0:
-            voice.clock.play_end_ns = 10**12 + 15 * bench.loop._frame_ns
-    said = [event.num_frames for event in bench.events if isinstance(event, FramePcm)]
-    assert said == [1, 6] and not voice.held
-
-
-def test_pcm_that_is_held_of_a_generation_that_is_over_is_not_said(monkeypatch):
-    bench = DeviceBench(monkeypatch)
-    bench.loop._enough = 1
-    slot = bench.slots.acquire()
-    voice = bench.loop._voices[slot.idx]
-    for frame in range(2):
-        bench.step((row(slot, frame), frame))
-        while voice.num_waiting or voice.num_in_flight:
-            bench.advance()
-        voice.clock.play_end_ns = FAR_NS
-    new = bench.slots.bump(slot)
-    bench.step((row(new, 0, turn_id=1), 7))
-    while bench.advance() is not None:
-        pass
-    assert bench.pcm(slot) == [(0, 0, 0)] and bench.pcm(new) == [(1, 0, 7)]
-    assert not voice.held and not bench.loop._holding
 
 
 def test_frames_that_wait_are_not_written_over(monkeypatch):
